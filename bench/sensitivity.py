@@ -27,9 +27,10 @@ from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
 from allranks.verifying.low_precision import judge_low_precision
 from allranks.verifying.lowered import run_lowered
+from allranks.verifying.plan import Plan, plan_run
 from allranks.verifying.recording import OneDevice, Part
 from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank
-from allranks.verifying.task_verify import Plan, evidence_of, plan_run, run_task_alone
+from allranks.verifying.task_verify import evidence_of, run_task_alone
 
 ROOT = Path(__file__).parents[1]
 TASKS = {

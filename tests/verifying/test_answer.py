@@ -1,9 +1,11 @@
 """The answer in words and as JSON, and its exit code."""
 
 from dataclasses import replace
+from typing import Any
 
-from allranks.verifying.answer import Answer, cannot, largest_error
+from allranks.verifying.answer import ALONE_SHOW, BESIDE, Answer, cannot, equal_steps, largest_error
 from allranks.verifying.findings import found
+from allranks.verifying.judge import judge
 from allranks.verifying.recording import Part, RunRecord
 from tests.verifying.records import evidence, scale
 
@@ -33,6 +35,53 @@ def test_what_was_shrunk_is_told_with_every_answer() -> None:
         assert "\n  shrunk: 2 layers of 12" in str(answer)
         assert answer.to_json()["notes"][0] == "shrunk: 2 layers of 12"  # type: ignore[index]
     assert str(differs).splitlines()[2].startswith("every gradient differs")
+
+
+def test_what_is_equal_is_told_where_something_differs() -> None:
+    """Up to the step in which it differs."""
+    wrong = evidence(lambda ranks: scale(ranks[1].steps[1].raw, 1.25, ["bias"]))
+    answer = Answer(tuple(judge(wrong)), wrong.one, wrong.ranks, wrong.world, notes=("dropouts are off",),
+                    equal_steps=equal_steps(wrong))  # fmt: skip
+    of_each = "to 0 of each tensor's largest value"
+    lines = [
+        "dropouts are off",
+        f"gradients before clipping: equal in the first step {of_each}",
+        *(f"{what}: equal {of_each}" for what in ("gradients", "parameters", "buffers")),
+    ]
+    assert str(answer).splitlines()[-6:] == [BESIDE, *(f"  {line}" for line in lines)]
+    assert answer.to_json()["notes"] == lines
+    nowhere = evidence(lambda ranks: scale(ranks[1].steps[0].raw, 1.25, ["bias"]))
+    assert equal_steps(nowhere)["raw"] == 0
+    answer = Answer(tuple(judge(nowhere)), nowhere.one, nowhere.ranks, nowhere.world, equal_steps=equal_steps(nowhere))
+    assert "before clipping: equal" not in str(answer) and "  parameters: equal to" in str(answer)
+
+
+def test_ranks_that_make_fewer_steps_are_compared_in_those() -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            del run.steps[1]
+
+    short = evidence(change)
+    answer = Answer(tuple(judge(short)), short.one, short.ranks, short.world, equal_steps=equal_steps(short))
+    assert "  parameters: equal in the first step to 0 of" in str(answer)
+
+
+def test_that_one_device_is_not_the_same_twice_is_said_first() -> None:
+    right = evidence()
+    noise = cannot("the program is not deterministic on one device", "it draws random numbers: rand", "leave it out")
+    finding = found("S5", "the ranks make samples from the same random numbers", "one state")
+    answer = Answer((finding,), right.one, right.ranks, right.world, noise=noise.unverified)
+    assert (answer.exit_code, answer.to_json()["equal"]) == (1, False)
+    assert str(answer).splitlines()[:5] == [
+        "the program is not deterministic on one device",
+        "  it draws random numbers: rand",
+        "  next: leave it out",
+        ALONE_SHOW,
+        "the ranks make samples from the same random numbers (S5: ranks augment with the same random numbers)",
+    ]
+    assert "equal to" not in str(answer)
+    notes: Any = answer.to_json()["notes"]
+    assert notes[0] == "the program is not deterministic on one device: nothing but this was judged"
 
 
 def test_the_largest_error_is_told() -> None:

@@ -1,11 +1,15 @@
 """What ranks are fed and how they drop, beyond the cases of test_judge."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
 
 from allranks.stepping.feeding import SEEDED
-from allranks.verifying.data_causes import WHOLE
+from allranks.verifying.data_causes import WHOLE, judge_draws, judge_samples
+from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge
-from allranks.verifying.recording import Draw, RunRecord
+from allranks.verifying.recording import Draw, OneDevice, RunRecord, StepRecord
 from allranks.verifying.world_view import WorldView
 from tests.verifying.records import evidence, scale
 
@@ -41,6 +45,45 @@ def test_ranks_of_one_layer_drop_alike_what_is_whole_and_otherwise_what_is_cut()
 def test_ranks_of_two_stages_drop_for_themselves() -> None:
     """A stage calls what is before it and has no parameters, too, on values that nobody takes."""
     assert with_draws(Draw(1, (2, 8), False), Draw(2, (2, 8), False), WorldView((0, 0), {"pp": 2})) == []
+
+
+COPIES = WorldView((0, 1, 2, 3), {"dp_replicate": 2, "dp_shard": 2})
+
+
+@pytest.mark.parametrize(
+    ("states", "axis"),
+    [
+        ((1, 2, 1, 2), "dp_replicate"),
+        ((1, 1, 2, 2), "dp_shard"),
+        ((1, 1, 1, 1), "dp_replicate*dp_shard"),
+        ((1, 2, 2, 1), "dp_replicate*dp_shard"),  # across: neither tells
+    ],
+)
+def test_dropouts_alike_along_one_axis_of_two(states: tuple[int, ...], axis: str) -> None:
+    ranks = [StepRecord(draws=[Draw(state, (2, 4), False)]) for state in states]
+    both = replace(evidence(), ranks=[RunRecord(steps=[step]) for step in ranks], world=COPIES)
+    (finding,) = judge_draws(both, 0)
+    assert (finding.verdict.kind, finding.axis) == ("S6", axis)
+
+
+@pytest.mark.parametrize(
+    ("states", "axis"), [((1, 2, 1, 2, 1, 2), "tp"), ((1, 1, 1, 2, 2, 2), "cp"), ((1, 2, 3, 4, 5, 6), "tp*cp")]
+)
+def test_other_units_along_one_axis_of_two(states: tuple[int, ...], axis: str) -> None:
+    one = RunRecord(steps=[StepRecord(draws=[Draw(1, (2, 4), False)])])
+    ranks = [RunRecord(steps=[StepRecord(draws=[Draw(state, (2, 4), False)])]) for state in states]
+    world = WorldView((0,) * 6, {"tp": 3, "cp": 2} if axis == "cp" else {"tp": 2, "cp": 3})
+    (finding,) = judge_draws(Evidence(OneDevice(one), ranks, world), 0)
+    assert (finding.verdict.kind, finding.axis) == ("S7", axis)
+
+
+@pytest.mark.parametrize(
+    ("rows", "axis"), [(([0, 1], [2, 3]) * 2, "dp_replicate"), (([0, 1], [0, 1], [2, 3], [2, 3]), "dp_shard")]
+)
+def test_samples_fed_twice_along_one_axis_of_two(rows: Sequence[list[int]], axis: str) -> None:
+    ranks = [RunRecord(steps=[StepRecord(rows=some)]) for some in rows]
+    (finding,) = judge_samples(replace(evidence(), ranks=ranks, world=COPIES), 0)
+    assert (finding.verdict.kind, finding.axis) == ("S4", axis)
 
 
 def test_an_epoch_that_begins_anew_in_the_same_order() -> None:

@@ -1,5 +1,7 @@
 """Causes of wrong gradients: weights of the ranks' batches, axes, grids, missing tensors."""
 
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -184,3 +186,68 @@ def test_experts_that_are_mixed_up_are_those_of_some_ranks() -> None:
 
     (finding,) = judge(evidence(change))
     assert (finding.verdict.kind, finding.tensor) == ("S36", "bias")
+
+
+def of_four(change: Any, world: WorldView) -> Any:
+    """The one finding where four ranks, two records of each data rank or one of each, have been changed."""
+    good = evidence()
+    for run in good.ranks:
+        for step in run.steps:
+            step.draws.clear()
+    data = len(set(world.data_rank))
+    ranks = [deepcopy(good.ranks[rank if data == 2 else rank // 2]) for rank in world.data_rank]
+    if data == 4:
+        for rank, run in enumerate(ranks):
+            for step in run.steps:
+                step.rows = step.rows[rank % 2 :: 2]
+    change(ranks)
+    (finding,) = judge(replace(good, ranks=ranks, world=world))
+    return finding
+
+
+COPIES = WorldView((0, 1, 2, 3), {"dp_replicate": 2, "dp_shard": 2}, micro_batches=3)
+CUT = WorldView((0, 0, 1, 1), {"dp_shard": 2, "tp": 2}, micro_batches=3)
+
+
+@pytest.mark.parametrize(
+    ("world", "off", "kind", "axis"),
+    [
+        (COPIES, (2, 3), "S11", "dp_replicate"),  # alike along dp_shard
+        (COPIES, (1, 3), "S11", "dp_shard"),
+        (COPIES, (2, 3), "S13", "dp_replicate"),
+        (COPIES, (1, 2, 3), "S11", "dp_replicate*dp_shard"),
+        (CUT, (1, 3), "S15", "tp"),
+        (CUT, (2, 3), "S11", "dp_shard"),
+    ],
+)
+def test_ranks_that_part_along_one_axis_of_two(world: WorldView, off: tuple[int, ...], kind: str, axis: str) -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for rank in off:
+            for some in (ranks[rank].steps[0].raw, ranks[rank].steps[0].gradients)[: 1 if kind == "S13" else 2]:
+                scale(some, 1.0 + 0.1 * (rank if len(off) > 2 else 1), ["bias"])
+
+    finding = of_four(change, world)
+    assert (finding.verdict.kind, finding.axis) == (kind, axis)
+
+
+@pytest.mark.parametrize(
+    ("world", "factor", "names", "kind", "axis", "said"),
+    [
+        (CUT, 2.0, ("bias",), "S16", "tp", "tp = 2"),
+        (CUT, 0.5, ("bias",), "S15", "tp", "1/tp = 1/2"),
+        (CUT, 2.0, ("weight", "bias"), "S16", "dp_shard*tp", "dp_shard or tp = 2"),
+        (COPIES, 2.0, ("weight", "bias"), "S16", "dp_replicate*dp_shard", "dp_replicate or dp_shard = 2"),
+        (COPIES, 0.25, ("weight", "bias"), "S9", "dp_replicate*dp_shard", "1/data ranks = 1/4"),
+        (COPIES, 3.0, ("weight", "bias"), "S8", "dp_replicate*dp_shard", "micro-batches = 3"),
+    ],
+)
+def test_a_factor_and_its_axis_say_the_same(
+    world: WorldView, factor: float, names: tuple[str, ...], kind: str, axis: str, said: str
+) -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            scale(run.steps[0].raw, factor, names)
+
+    finding = of_four(change, world)
+    assert (finding.verdict.kind, finding.axis, finding.factor) == (kind, axis, said)
+    assert f"it is {said} times what one device has" in "\n".join(finding.verdict.evidence)

@@ -29,11 +29,11 @@ from allranks.verifying.lowered import (
     run_lowered,
 )
 from allranks.verifying.pieces import Pieces
+from allranks.verifying.plan import plan_run
 from allranks.verifying.recording import OneDevice, Part, RunRecord
 from allranks.verifying.routing import Recorder, Replayer
 from allranks.verifying.task_alone import TaskAlone, Variation
 from allranks.verifying.task_ranks import Errand, TaskRecord
-from allranks.verifying.task_verify import plan_run
 from allranks.verifying.world_view import WorldView
 from tests.commands import POINTS, PROGRAMS
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allranks
 from allranks.errors import ConfigError
-from allranks.verifying.own_verify import EVEN, hindrance, verify_program
+from allranks.verifying.own_verify import EVEN, hindrance, not_tried, verify_program
 from allranks.verifying.recording import Noise, OneDevice, RunRecord
 from tests.verifying.records import one_device
 
@@ -74,8 +75,47 @@ def test_a_right_loop_is_equal() -> None:
     assert answer.to_json()["verdicts"] == []
     assert str(answer).startswith(
         "equal: 2 processes compute what one device computes, over 4 steps\n"
-        f"  {EVEN}\n  gradients before clipping: equal to"
+        f"  {EVEN}\n  no resume was tried: the program has no save and load\n"
+        "  no evaluation was tried: the program has no evaluate\n  gradients before clipping: equal to"
     )
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "steps", "saved", "resumed", "evaluated", "told"),
+    [
+        (4, 4, 2, 2, True, ()),
+        (4, 4, 0, 0, True, ("no resume was tried: the program has no save and load",)),
+        (8, 3, 0, 0, True, ("no resume was tried: it is saved before step 4, and the data ends sooner",)),
+        (4, 2, 2, 0, True, ("no resume was tried: the data ends where it is saved, before step 2",)),
+        (4, 3, 2, 1, True, ("no second save was resumed: the data ends where it is made, before step 3",)),
+        (2, 2, 1, 1, False, ("no evaluation was tried: the program has no evaluate",)),
+    ],
+)
+def test_what_was_not_tried_is_told(
+    num_steps: int, steps: int, saved: int, resumed: int, evaluated: bool, told: tuple[str, ...]
+) -> None:
+    run = one_device()
+    run.steps, run.saved_before = [deepcopy(run.steps[0]) for _ in range(steps)], saved
+    run.resumed = RunRecord(first=saved, steps=run.steps[:resumed]) if resumed else None
+    run.evaluation = run.evaluation if evaluated else None
+    assert not_tried([run], num_steps) == told
+
+
+def test_one_step_is_too_few() -> None:
+    """Of the optimizer's state nothing would show."""
+    answer = allranks.verify(build, train, batches()[:1])
+    assert answer.exit_code == 3 and "the data is too small for two steps\n  it gives 1" in str(answer), str(answer)
+
+
+def test_where_the_data_ends_at_the_save_nothing_is_resumed_and_that_is_told() -> None:
+    def save(model: Any, optimizer: Any, folder: Path) -> None:
+        (folder / "nothing").touch()
+
+    def load(model: Any, optimizer: Any, folder: Path) -> None:
+        raise RuntimeError("nobody calls this")
+
+    answer = allranks.verify(build, train, batches()[:2], save=save, load=load)
+    assert answer.equal and "no resume was tried: the data ends where it is saved, before step 2" in answer.notes
 
 
 def test_uneven_shares_are_not_said_to_be_even() -> None:

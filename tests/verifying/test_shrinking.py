@@ -142,6 +142,52 @@ def test_blocks_that_look_alike_are_not_equal() -> None:
         assert drop_repeats([nn.Sequential(*blocks)], 2) == []
 
 
+class Block(nn.Module):
+    """A layer that knows some plain things."""
+
+    def __init__(self, **known: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        for name, value in known.items():
+            setattr(self.inner, name, value)
+
+
+def near(x: Any) -> None: ...
+
+
+def far(x: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        [{"window": 8}, {"window": 8}, {"window": 64}],
+        [{"is_global": False}, {"is_global": False}, {"is_global": True}],
+        [{"kind": "local"}, {"kind": "local"}, {"kind": "global"}],
+        [{"dilation": (1, 1)}, {"dilation": (1, 1)}, {"dilation": (2, 2)}],
+        [{"drop_path": rate / 10} for rate in range(5)],
+        [{"scale": 1}, {"scale": 1}, {"scale": 1.0}],
+        [{"window": rate} for rate in range(5)],  # it counts, and is not called a counter
+        [{"group_idx": number // 2} for number in range(3)],  # it is called one, and does not count the blocks
+        [{"attend": near}, {"attend": near}, {"attend": far}],
+        [{}, {}, {"window": 8}],
+    ],
+)
+def test_blocks_that_differ_in_a_plain_attribute_are_not_equal(known: list[dict[str, Any]]) -> None:
+    assert drop_repeats([nn.ModuleList(Block(**some) for some in known)], 2) == []
+
+
+@pytest.mark.parametrize("name", ["layer_idx", "layer_index", "layer_number", "_layer_idx"])
+def test_a_number_that_only_counts_the_blocks_is_no_difference(name: str) -> None:
+    rows: Any = nn.ModuleList(Block(**{name: number, "window": 8}) for number in range(5))
+    assert len(drop_repeats([rows], 2)) == 1
+    assert [getattr(block.inner, name) for block in rows] == [0, 1]
+    windows = nn.ModuleList(Block(**{name: number, "window": (8, 64)[number % 2]}) for number in range(8))
+    assert len(drop_repeats([windows], 2)) == 1 and len(windows) == 4
+    same = nn.ModuleList(Block(**{name: 3}) for _ in range(5))
+    assert len(drop_repeats([same], 2)) == 1
+
+
 def test_patterns_repeat_too_and_what_lies_inside_of_a_row_is_left_alone() -> None:
     layers = [layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.ReLU())]
     model = nn.Sequential(nn.Flatten(), *layers, nn.Linear(4, 1))

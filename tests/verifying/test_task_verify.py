@@ -8,17 +8,17 @@ from typing import Any
 import psutil
 import pytest
 
-from allranks.data.cut import cut_step
 from allranks.errors import ConfigError, LayoutError, ProcessError
 from allranks.request import TrainRequest
 from allranks.surviving.launch import launch_without_gpus
 from allranks.training.counted_parameters import count_parameters
 from allranks.verifying import task_verify
 from allranks.verifying.answer import Answer
+from allranks.verifying.plan import plan_run
 from allranks.verifying.recording import OneDevice
 from allranks.verifying.shrinking import Room
 from allranks.verifying.task_ranks import Errand
-from allranks.verifying.task_verify import hindrance, notes_of, plan_run, run_task_alone, verify_task
+from allranks.verifying.task_verify import hindrance, run_task_alone, verify_task
 from tests.commands import POINTS, PROGRAMS
 from tests.programs import law_mutants, mutants
 from tests.verifying.mistakes import DEEP_BLOCKS, EXPERT_BLOCKS, LAWS, LOAD, OURS, START, UNSEEN, Mistake
@@ -125,20 +125,29 @@ def test_what_they_are_made_in_is_right(layout: str, words: tuple[str, ...]) -> 
     assert answer.exit_code == 0, str(answer)
 
 
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("layout", "words", "kind", "axis", "factor"),
+    [
+        ("dp_replicate=2,dp_shard=2", ("task.mutant=sum for mean",), "S9", "dp_replicate*dp_shard", "data ranks = 4"),
+        ("dp_shard=2,tp=2", ("task.mutant=norms of a part, in steps", DEEP_BLOCKS), "S15", "tp", ""),
+    ],
+)
+def test_axis_and_factor_of_a_mistake_under_two_axes(
+    layout: str, words: tuple[str, ...], kind: str, axis: str, factor: str
+) -> None:
+    answer = verify(str(PROGRAMS / "law_mutants.py"), layout, *words)
+    found = answer.findings[0]
+    assert (found.verdict.kind, found.axis, found.factor) == (kind, axis, factor), str(answer)
+    assert "beside that" in str(answer) and "first step" not in str(answer)
+
+
 def test_every_mistake_is_in_the_list() -> None:
     listed = {(mistake.program, mistake.name) for mistake in OURS}
     made = {("mutants", name) for name in mutants.MISTAKES} | {("law_mutants", name) for name in law_mutants.MISTAKES}
     assert listed == made
     assert {mistake.law for mistake in OURS} | UNSEEN.keys() == LAWS.keys() == set(range(1, 16))
-
-
-def test_float8_is_said_not_to_be_compared() -> None:
-    def notes(precision: str) -> str:
-        request = TrainRequest(task_spec=POINTS, layout="fsdp", nproc=2, overrides=(f"train.precision={precision}",))
-        return " ".join(notes_of(plan_run(request, 2), 1))
-
-    assert "not compared in float8, because each process scales by" in notes("float8")
-    assert "not compared" not in notes("bfloat16") + notes("float32")
 
 
 @pytest.mark.full
@@ -284,49 +293,6 @@ def test_what_cannot_run_here_is_refused_with_the_nearest() -> None:
         verify(POINTS, "tp=4,dp_shard=4")
     with pytest.raises(ConfigError, match="give at least 2"):
         verify_task(TrainRequest(task_spec=POINTS, layout="ddp"), 1)
-
-
-def test_float16_with_a_step_of_its_own_is_refused_at_once() -> None:
-    request = TrainRequest(task_spec=GAN, layout="ddp", nproc=2, overrides=("train.precision=float16",))
-    with pytest.raises(ConfigError, match="verify it in bfloat16"):
-        plan_run(request, 4)
-
-
-def test_the_batch_is_small_and_uneven() -> None:
-    plan = plan_run(TrainRequest(task_spec=POINTS, layout="ddp", nproc=3), 4)
-    assert {"train.precision=float64", "train.global_batch=13", "train.micro_steps=2"} <= set(plan.request.overrides)
-
-
-def test_a_layout_that_no_smaller_one_mends_is_refused_for_its_modes() -> None:
-    with pytest.raises(LayoutError, match=r"^schedule=zbv runs the halves of a backward apart"):
-        plan_run(TrainRequest(task_spec=POINTS, layout="dp_shard=4,pp=4,schedule=zbv"), 4)
-    request = TrainRequest(task_spec=POINTS, layout="ddp", nproc=16, overrides=("layout.local_sgd=2",))
-    with pytest.raises(LayoutError, match=r"^layout\.local_sgd=2: computes something else"):
-        plan_run(request, 4)
-
-
-@pytest.mark.parametrize(
-    ("layout", "nproc", "cut", "micro_steps"),
-    [
-        ("ddp", 2, "train.micro_batch=2", 3),
-        ("ddp", 4, "train.micro_batch=3", 2),
-        ("pp=2", 2, "train.micro_batch=2", 4),
-        ("pp=2,dp_shard=2", 4, "train.micro_batch=2", 4),
-    ],
-)
-def test_the_micro_batch_of_larger_steps_is_made_smaller_with_them(
-    layout: str, nproc: int, cut: str, micro_steps: int
-) -> None:
-    words = ("train.global_batch=64", "train.micro_batch=16")
-    plan = plan_run(TrainRequest(task_spec=POINTS, layout=layout, nproc=nproc, overrides=words), 4)
-    assert plan.request.overrides[-2:] == (cut, "train.precision=float64") and plan.config.train.global_batch < 20
-    assert cut_step(plan.config.train, plan.layout).num_micro_steps() == micro_steps
-
-
-def test_ranges_that_a_rollback_left_out_are_not_those_of_a_smaller_batch() -> None:
-    words = ("train.global_batch=64", "data.skip=64:128")
-    plan = plan_run(TrainRequest(task_spec=POINTS, layout="ddp", nproc=2, overrides=words), 4)
-    assert plan.config.data.skip == "" and plan.config.train.global_batch < 64
 
 
 MISSING = """

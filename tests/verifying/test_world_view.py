@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from allranks.parallel.mesh import MESH_AXES
 from allranks.parameter_map import Box
 from allranks.verifying.recording import Part, RunRecord, Start, StepRecord
-from allranks.verifying.world_view import WorldView, view_of
+from allranks.verifying.world_view import OUTERMOST_FIRST, WorldView, view_of
 
 
 def test_factors_in_words() -> None:
@@ -30,6 +31,92 @@ def test_factors_in_words() -> None:
     staged = WorldView((0, 0, 1, 1, 0, 0, 1, 1), {"pp": 2, "dp": 2, "tp": 2})
     assert staged.twins(1) == [0, 1, 4, 5]
     assert staged.layer_twins(1) == [0, 1] and staged.layer_twins(6) == [6, 7]
+
+
+TWO_BY_TWO = WorldView((0, 0, 1, 1), {"dp_shard": 2, "tp": 2}, micro_batches=3)
+COPIES = WorldView((0, 1, 2, 3), {"dp_replicate": 2, "dp_shard": 2}, micro_batches=3)
+CUT_TWICE = WorldView((0,) * 6, {"tp": 3, "cp": 2}, micro_batches=5)
+OWN = WorldView((0, 0, 1, 1), {"dp": 2, "model": 2})
+STAGED = WorldView((0, 0, 1, 1, 0, 0, 1, 1), {"dp_shard": 2, "tp": 2, "pp": 2}, micro_batches=3)
+
+
+@pytest.mark.parametrize(
+    ("world", "factor", "axis", "said"),
+    [
+        (TWO_BY_TWO, 2.0, "tp", "tp = 2"),
+        (TWO_BY_TWO, 0.5, "dp_shard", "1/data ranks = 1/2"),
+        (TWO_BY_TWO, 0.5, "dp_shard*tp", "1/(dp_shard or tp) = 1/2"),
+        (TWO_BY_TWO, 4.0, "tp", "world size = 4"),
+        (TWO_BY_TWO, 1 / 3, "tp", "1/micro-batches = 1/3"),
+        (OWN, 2.0, "model", "model = 2"),
+        (OWN, 2.0, "dp", "data ranks = 2"),
+        (COPIES, 2.0, "dp_shard", "dp_shard = 2"),
+        (COPIES, 2.0, "dp_replicate*dp_shard", "dp_replicate or dp_shard = 2"),
+        (COPIES, 4.0, "dp_replicate*dp_shard", "data ranks = 4"),
+        (CUT_TWICE, 3.0, "tp*cp", "tp = 3"),
+        (CUT_TWICE, 1 / 6, "tp*cp", "1/tp*cp = 1/6"),
+        (CUT_TWICE, 2.0, "", "cp = 2"),
+    ],
+)
+def test_a_factor_is_the_number_of_its_axis(world: WorldView, factor: float, axis: str, said: str) -> None:
+    assert world.in_words(factor, axis) == said
+
+
+@pytest.mark.parametrize(
+    ("world", "factor", "axis"),
+    [
+        (TWO_BY_TWO, 2.0, "dp_shard*tp"),  # the numbers alone cannot tell
+        (TWO_BY_TWO, 4.0, "dp_shard*tp"),
+        (COPIES, 2.0, "dp_replicate*dp_shard"),
+        (COPIES, 4.0, "dp_replicate*dp_shard"),
+        (CUT_TWICE, 1 / 3, "tp"),
+        (CUT_TWICE, 2.0, "cp"),
+        (CUT_TWICE, 6.0, "tp*cp"),
+        (CUT_TWICE, 0.7, "tp*cp"),
+        (STAGED, 0.5, "dp_shard*tp*pp"),
+        (STAGED, 0.25, "tp*pp"),
+        (WorldView((0, 0, 1, 1, 2, 2), {"dp_shard": 3, "tp": 2}), 2.0, "tp"),
+        (WorldView((0, 0, 1, 1, 2, 2), {"dp_shard": 3, "tp": 2}), 1 / 3, "dp_shard"),
+        (WorldView((0, 0, 1, 1, 2, 2), {"dp_shard": 3, "tp": 2}), 1.1, "dp_shard"),
+    ],
+)
+def test_a_factor_tells_its_axis(world: WorldView, factor: float, axis: str) -> None:
+    assert world.axis_of_factor(factor) == axis
+
+
+@pytest.mark.parametrize(
+    ("world", "off", "axis"),
+    [
+        (TWO_BY_TWO, [1, 3], "tp"),
+        (TWO_BY_TWO, [2, 3], "dp_shard"),
+        (TWO_BY_TWO, [3], "dp_shard*tp"),
+        (TWO_BY_TWO, [0, 1, 2, 3], "dp_shard"),
+        (COPIES, [2, 3], "dp_replicate"),
+        (COPIES, [0, 2], "dp_shard"),
+        (COPIES, [1, 2, 3], "dp_replicate*dp_shard"),
+        (STAGED, [4, 5, 6, 7], "pp"),
+        (STAGED, [2, 3, 6, 7], "dp_shard"),
+        (OWN, [1, 3], "model"),
+        (WorldView((0, 1, 0, 1), {"dp": 2, "model": 2}), [1, 3], "dp"),
+        (CUT_TWICE, [3, 4, 5], "cp"),
+        (WorldView((0,)), [0], "model"),
+    ],
+)
+def test_ranks_tell_their_axis(world: WorldView, off: list[int], axis: str) -> None:
+    assert world.axis_of(off) == axis
+
+
+def test_values_tell_their_axis() -> None:
+    assert COPIES.axis_of_values({0: 1.0, 1: 2.0, 2: 1.0, 3: 2.0}, 1.0, 1e-9) == "dp_shard"
+    assert COPIES.axis_of_values(dict.fromkeys(range(4), 4.0), 1.0, 1e-9) == "dp_replicate*dp_shard"
+    uneven = WorldView((0, 1, 2, 3, 4, 5), {"dp_replicate": 3, "dp_shard": 2})
+    assert uneven.axis_of_values(dict.fromkeys(range(6), 3.0), 1.0, 1e-9) == "dp_replicate"
+    assert uneven.axis_of_values({}, 0.0, 1e-9) == "dp_replicate*dp_shard"
+    assert uneven.counts_an_axis(0.5) and not uneven.counts_an_axis(6.0)
+
+
+def test_ranks_are_counted_as_in_a_mesh() -> None:
+    assert tuple(name for name in OUTERMOST_FIRST if name != "dp") == MESH_AXES
 
 
 def rank(rows: list[int], weight: torch.Tensor, given: tuple[int, ...] = (), row: int | None = None) -> RunRecord:

@@ -166,16 +166,26 @@ def _seconds_a_byte(rank: RankRehearsal, estimate: Estimate) -> dict[str, float]
         for part in work.parts:
             if part.message is not None:
                 moved[part.message[0]] += part.message[2] * work.times
-    data = sum(num_bytes for axis, num_bytes in moved.items() if axis.startswith(DATA))
-    planned = next((row.seconds for row in estimate.traffic if row.axis == "dp"), 0.0)
+    planned = {row.axis: row.seconds for row in estimate.traffic if row.axis.startswith("dp")}
+    data: Counter[str] = Counter()
+    for axis, num_bytes in moved.items():
+        if axis.startswith(DATA):
+            data[_planned_axis(axis, planned)] += num_bytes
     return {
-        axis: planned / data
-        if axis.startswith(DATA) and data
+        axis: planned.get(row, 0.0) / data[row]
+        if axis.startswith(DATA) and data[row := _planned_axis(axis, planned)]
         else getattr(estimate.time, CAUSES[axis]) / num_bytes
         if axis in CAUSES and num_bytes
         else 0.0
         for axis, num_bytes in moved.items()
     }
+
+
+def _planned_axis(axis: str, planned: Mapping[str, float]) -> str:
+    """The row of the plan that has a data axis' traffic: under HSDP one of two."""
+    if "dp_replicate" not in planned:
+        return "dp"
+    return "dp_shard" if "dp_shard" in axis else "dp_replicate"
 
 
 def _bubbles(rank: RankRehearsal, estimate: Estimate) -> dict[int, float]:

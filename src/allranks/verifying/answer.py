@@ -1,12 +1,14 @@
 """The answer of `allranks verify`: equal, different or not to be verified; in words and as JSON."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import final
 
 from allranks.verdict import Verdict
 from allranks.verifying.assembly import Places, compare_parts
+from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.recording import OneDevice, RunRecord
 from allranks.verifying.start_causes import places_of
@@ -14,6 +16,9 @@ from allranks.verifying.world_view import WorldView
 
 EQUAL, DIFFERS, UNKNOWN = 0, 1, 3
 UNVERIFIED = "unverified"
+COMPARED = ("raw", "gradients", "parameters", "buffers")
+BESIDE = "beside that (a resume and an evaluation are judged where all steps are equal):"
+ALONE_SHOW = "with one device nothing is compared; what the ranks show without it:"
 
 
 @final
@@ -29,6 +34,9 @@ class Answer:
         unverified: why nothing can be said; None where something can.
         notes: what was checked beside, in words.
         shrunk: how the model was made smaller, and why; "" where it has its full size.
+        equal_steps: where something differs, in how many first steps the tensors of a kind ("raw", "gradients", ...)
+            are equal nevertheless.
+        noise: that one device does not compute the same twice, so that nothing but the findings was judged.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -38,6 +46,8 @@ class Answer:
     unverified: Verdict | None = None
     notes: tuple[str, ...] = ()
     shrunk: str = ""
+    equal_steps: Mapping[str, int] = field(default_factory=dict)
+    noise: Verdict | None = None
 
     @property
     def equal(self) -> bool:
@@ -57,18 +67,22 @@ class Answer:
         return {
             "equal": self.equal,
             "verdicts": [finding.to_json() for finding in self.findings],
-            "notes": [*self._size(), *self.notes, *self._errors()],
+            "notes": [*self._noise(), *self._size(), *self.notes, *self._errors()],
         }
 
     def __str__(self) -> str:
         """Verdict first, evidence second, next move third."""
         if self.unverified is not None:
             return "\n".join([f"could not be verified: {self.unverified}", *(f"  {line}" for line in self._size())])
-        lines = [*self._size(), *self.notes, *self._errors()]
+        beside = [f"  {line}" for line in (*self.notes, *self._errors())]
+        size = [f"  {line}" for line in self._size()]
         if not self.findings:
-            return "\n".join([self._heading("equal"), *(f"  {line}" for line in lines)])
-        told = (str(finding.verdict) for finding in self.findings)
-        return "\n".join([self._heading("differs"), *(f"  {line}" for line in self._size()), *told])
+            return "\n".join([self._heading("equal"), *size, *beside])
+        told = [str(finding.verdict) for finding in self.findings]
+        if self.noise is not None:
+            return "\n".join([str(self.noise), *size, ALONE_SHOW, *told])
+        return "\n".join([self._heading("differs"), *size, *told, BESIDE, *beside] if beside else
+                         [self._heading("differs"), *size, *told])  # fmt: skip
 
     def _heading(self, word: str) -> str:
         number = 0 if self.world is None else self.world.size
@@ -79,23 +93,45 @@ class Answer:
     def _size(self) -> tuple[str, ...]:
         return (self.shrunk,) if self.shrunk else ()
 
+    def _noise(self) -> tuple[str, ...]:
+        return () if self.noise is None else (f"{self.noise.what}: nothing but this was judged", *self.noise.evidence)
+
     def _errors(self) -> list[str]:
-        """To what error which tensors are equal."""
-        if self.one is None or self.findings or not self.ranks:
+        """To what error which tensors are equal, and in which steps where not in all."""
+        if self.one is None or self.noise is not None or not self.ranks:
             return []
         told, places = [], places_of(self.one.run, self.ranks)
-        for what in ("raw", "gradients", "parameters", "buffers"):
-            worst = largest_error(self.one, self.ranks, what, places)
+        for what in COMPARED:
+            steps = self.equal_steps.get(what, 0) if self.findings else None
+            worst = largest_error(self.one, self.ranks, what, places, steps)
             if worst is not None:
                 name = "gradients before clipping" if what == "raw" else what
-                told.append(f"{name}: equal to {worst:.2g} of each tensor's largest value")
+                some = "" if steps is None or steps >= len(self.one.run.steps) else f" in the first {steps} steps"
+                some = " in the first step" if some and steps == 1 else some
+                told.append(f"{name}: equal{some} to {worst:.2g} of each tensor's largest value")
         return told
 
 
-def largest_error(one: OneDevice, ranks: Sequence[RunRecord], what: str, places: Places | None = None) -> float | None:
-    """The largest relative error over all steps; None where there is nothing to compare."""
+def equal_steps(evidence: Evidence) -> dict[str, int]:
+    """In how many first steps the tensors of each kind are equal."""
+
+    def is_equal(step: int, what: str) -> bool:
+        return all(m.missing and (what == "buffers" or m.size == 0.0) for m in evidence.compare(step, what))
+
+    steps = range(evidence.num_steps)
+    return {what: sum(takewhile(bool, (is_equal(step, what) for step in steps))) for what in COMPARED}
+
+
+def largest_error(
+    one: OneDevice,
+    ranks: Sequence[RunRecord],
+    what: str,
+    places: Places | None = None,
+    steps: int | None = None,
+) -> float | None:
+    """The largest relative error over the first steps, or all; None where there is nothing to compare."""
     worst: float | None = None
-    for index, step in enumerate(one.run.steps):
+    for index, step in enumerate(one.run.steps[:steps]):
         parts = [getattr(run.steps[index], what) for run in ranks]
         expected = getattr(step, what)
         for name, part in expected.items():

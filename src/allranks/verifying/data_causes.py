@@ -1,13 +1,14 @@
 """What ranks are fed and how they drop, against one device: samples by their digests, dropouts by their generators."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import combinations
 
 from allranks.stepping.feeding import SEEDED
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import OTHER, Finding, found
-from allranks.verifying.recording import RunRecord, StepRecord
+from allranks.verifying.recording import Draw, RunRecord, StepRecord
+from allranks.verifying.world_view import WorldView
 
 WHOLE = "let dataset() hold all samples on every rank, whatever its rank is: allranks gives each rank its part"
 
@@ -21,12 +22,14 @@ def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
     axis, counts = evidence.world.data_axis, f"one device has {len(one.rows)} samples, the ranks {fed.total()}"
     if fed.total() != due.total() and set(fed) <= set(_everything(evidence.one.run)) and not _repeated(ranks):
         factor = fed.total() / max(1, due.total())
-        said = evidence.world.in_words(factor)
+        axis = evidence.world.by_factor(factor, axis)
+        said = evidence.world.in_words(factor, axis)
         return [
             found("S24", f"step {step}: the ranks are fed {said} times the samples", counts,
                   axis=axis, factor=said, step=step)
         ]  # fmt: skip
     if _repeated(ranks):
+        axis = evidence.world.apart(lambda rank, other: _share(ranks[rank], ranks[other]), axis)
         return [
             found("S4", f"step {step}: samples are fed to more than one rank", counts, _overlap(ranks),
                   axis=axis, step=step)
@@ -68,7 +71,7 @@ def judge_values(evidence: Evidence, step: int) -> list[Finding]:
         kind, more, advice = "S5", [], SEEDED
     said = f"{len(off[told[0]])} of its {len(ranks[told[0]].rows)} samples, which have the same places in the order"
     return [found(kind, f"step {step}: samples have other values on rank {told[0]} than on one device", said, *more,
-                  axis=evidence.world.data_axis, step=step, next=advice)]  # fmt: skip
+                  axis=evidence.world.axis_of(told), step=step, next=advice)]  # fmt: skip
 
 
 def _is_other(record: StepRecord, one: StepRecord, row: int) -> bool:
@@ -94,10 +97,15 @@ def _repeated(ranks: Sequence[StepRecord]) -> bool:
     """Whether most of what some rank is fed, another one is fed as well."""
     for index, one in enumerate(ranks):
         for other in ranks[index + 1 :]:
-            common = set(one.rows) & set(other.rows)
-            if common and 2 * len(common) >= len(set(one.rows)):
+            if _share(one, other):
                 return True
     return False
+
+
+def _share(one: StepRecord, other: StepRecord) -> bool:
+    """Whether most of what one is fed, the other is fed as well."""
+    common = set(one.rows) & set(other.rows)
+    return bool(common) and 2 * len(common) >= len(set(one.rows))
 
 
 def _overlap(ranks: Sequence[StepRecord]) -> str:
@@ -132,16 +140,23 @@ def judge_draws(evidence: Evidence, step: int) -> list[Finding]:
     numbers = sorted(_firsts(evidence))
     for own, what, word in ((False, "drop the same units of", "dropouts"), (True, "draw the same noise for", "draws")):
         states = {rank: _states(ranks[rank], own) for rank in numbers}
-        for rank, other in combinations(numbers, 2):
+        alike = [pair for pair in combinations(numbers, 2) if _begin_alike(*(states[rank] for rank in pair))]
+        if alike:
+            rank, other = alike[0]
             same = states[rank] & states[other]
-            if same and len(same) * 2 >= len(states[rank]):
-                return [
-                    *findings,
-                    found("S6", f"step {step}: ranks {rank} and {other} {what} different samples",
-                          f"{len(same)} of {len(states[rank])} {word} begin from the same state of the generator",
-                          axis=world.data_axis, step=step),
-                ]  # fmt: skip
+            return [
+                *findings,
+                found("S6", f"step {step}: ranks {rank} and {other} {what} different samples",
+                      f"{len(same)} of {len(states[rank])} {word} begin from the same state of the generator",
+                      axis=_along(world, alike, world.data_axis), step=step),
+            ]  # fmt: skip
     return findings + _inside(evidence, one, ranks, step)
+
+
+def _begin_alike(states: set[int], others: set[int]) -> bool:
+    """Whether most of some states are among others, too."""
+    same = states & others
+    return bool(same) and len(same) * 2 >= len(states)
 
 
 def _states(record: StepRecord, own: bool) -> set[int]:
@@ -167,6 +182,7 @@ def _inside(evidence: Evidence, one: StepRecord, ranks: Sequence[StepRecord], st
     """Ranks with the same samples and layers: alike where the activation is whole, different where it is cut."""
     # How many samples a forward has is no matter of the layer.
     world, whole = evidence.world, {draw.shape[1:] for draw in one.draws}
+    wrong: dict[tuple[int, int], tuple[int, Draw, bool]] = {}
     for rank in range(world.size):
         for twin in world.layer_twins(rank):
             if twin <= rank:
@@ -174,14 +190,20 @@ def _inside(evidence: Evidence, one: StepRecord, ranks: Sequence[StepRecord], st
             for place, (mine, other) in enumerate(zip(ranks[rank].draws, ranks[twin].draws, strict=False)):
                 alike, cut = mine.state == other.state, mine.shape[1:] not in whole
                 if alike == cut:
-                    what = "same" if alike else "other"
-                    kind_of = "cut" if cut else "whole on both"
-                    return [
-                        found("S7", f"step {step}: ranks {rank} and {twin} drop {what} units of an activation that is "
-                              f"{kind_of}", f"dropout {place} of shape {list(mine.shape)}",
-                              axis=world.model_axis, step=step)
-                    ]  # fmt: skip
+                    wrong.setdefault((rank, twin), (place, mine, cut))
+    for (rank, twin), (place, mine, cut) in wrong.items():
+        what, kind_of = ("same", "cut") if cut else ("other", "whole on both")
+        return [
+            found("S7", f"step {step}: ranks {rank} and {twin} drop {what} units of an activation that is {kind_of}",
+                  f"dropout {place} of shape {list(mine.shape)}", axis=_along(world, wrong, world.model_axis),
+                  step=step)
+        ]  # fmt: skip
     return []
+
+
+def _along(world: WorldView, pairs: Collection[tuple[int, int]], axis: str) -> str:
+    """Of an axis, those along which some pairs of ranks lie."""
+    return world.apart(lambda one, other: (one, other) in pairs, axis)
 
 
 def judge_epochs(evidence: Evidence) -> list[Finding]:

@@ -25,8 +25,12 @@ def judge_evaluation(evidence: Evidence) -> list[Finding]:
     coverage = _coverage(evidence)
     for name, due in one.evaluation.items():
         # A rank that leaves it to the others reports nothing; where all do, it is missing.
-        told = [run.evaluation[name] for run in evidence.ranks if run.evaluation and name in run.evaluation]
-        values = told or [math.nan]
+        told = {
+            rank: run.evaluation[name]
+            for rank, run in enumerate(evidence.ranks)
+            if run.evaluation and name in run.evaluation
+        }
+        values = [*told.values()] or [math.nan]
         allowed = _allowed(evidence, name, due)
         if all(abs(value - due) <= allowed for value in values):
             continue
@@ -36,9 +40,10 @@ def judge_evaluation(evidence: Evidence) -> list[Finding]:
             return [found(kind, f"evaluation: {name} differs", said, why, tensor=name)]
         if one.start.statistics and not _buffers_agree(evidence):
             return [found("S25", f"evaluation: {name} differs with the ranks' own statistics", said, tensor=name)]
-        factor = evidence.world.in_words(values[0] / due) if due else ""
+        axis = evidence.world.axis_of_values(told, due, allowed)
+        factor = evidence.world.in_words(values[0] / due, axis) if due else ""
         return [found("S30", f"evaluation: {name} is not what one device reports", said, tensor=name,
-                      axis=evidence.world.data_axis, factor=factor)]  # fmt: skip
+                      axis=axis, factor=factor)]  # fmt: skip
     return []
 
 

@@ -72,6 +72,25 @@ class Evidence:
             largest=most,
         )
 
+    def axis_apart(self, index: int, what: str, mismatch: Mismatch, axis: str = "") -> str:
+        """Of `axis`, or of all, those along which ranks that hold the same part of a tensor have other values of it."""
+        _, ranks = self.step(index)
+        held = {rank: parts[mismatch.name] for rank, parts in enumerate(getattr(step, what) for step in ranks)
+                if mismatch.name in parts}  # fmt: skip
+
+        def differ(one: int, other: int) -> bool:
+            if one not in held or other not in held:
+                return False
+            (first, mine), (second, others) = held[one], held[other]
+            first = first or self.places.get((mismatch.name, one))
+            second = second or self.places.get((mismatch.name, other))
+            if first != second or mine.shape != others.shape or not mine.numel():
+                return False
+            apart = float((mine - others).abs().max())
+            return not apart <= 2 * mismatch.bound
+
+        return self.world.apart(differ, axis) if axis else self.world.axis_where(differ)
+
     def _ways(self, index: int) -> dict[str, float]:
         """How far parameters have gone by the end of a step: an update that is twice as large is never rounding."""
         start = self.one.run.start.parameters
@@ -133,11 +152,11 @@ def largest(parts: Parts) -> float:
     return max((size for size in sizes if math.isfinite(size)), default=0.0)
 
 
-def describe(mismatch: Mismatch, what: str, world: WorldView) -> str:
-    """A difference in words: by how much, by which factor, on which ranks."""
+def describe(mismatch: Mismatch, what: str, world: WorldView, axis: str = "") -> str:
+    """A difference in words: by how much, by which factor (over an axis), on which ranks."""
     if mismatch.missing:
         return f"{what} {mismatch.name} is on no rank; on one device its largest is {mismatch.size:.3g}"
-    factor = world.in_words(mismatch.factor)
+    factor = world.in_words(mismatch.factor, axis)
     times = f"; it is {factor} times what one device has" if factor != "" else ""
     where = "" if len(mismatch.ranks) == world.size else f" on rank {', '.join(map(str, mismatch.ranks))}"
     off = "is not finite" if math.isinf(mismatch.error) else f"is off by {mismatch.relative:.3g} of its largest value"

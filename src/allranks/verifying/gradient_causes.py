@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -36,7 +37,7 @@ def explain_gradients(evidence: Evidence, step: int, what: str, off: Sequence[Mi
                 step,
                 off,
                 "every gradient, by a factor of each rank's own,",
-                axis=evidence.world.axis_of(()),
+                axis=evidence.world.axis_where(partial(_have_other_factors, off)),
             )
         ]
     if any(m.missing or m.factor == 0.0 for m in off):
@@ -51,13 +52,14 @@ def _unsynchronised(evidence: Evidence, step: int, what: str, apart: Sequence[Mi
     inside = world.model_ranks > 1 and _differ_among_twins(evidence, step, what, apart[0].name)
     if inside:
         return _finding("S15", evidence, step, apart, "a gradient differs over ranks with the same samples",
-                        axis=world.model_axis)  # fmt: skip
+                        axis=evidence.axis_apart(step, what, apart[0], world.model_axis))  # fmt: skip
     wrapped = any(word in evidence.ranks[0].start.wrapper for word in ("Parallel", "FSDP"))
     kind = "S10" if everything and wrapped and world.micro_batches == 1 else "S11"
     lone = {rank for m in apart for rank in m.ranks}
     if len(lone) == 1 and world.size > 2 and not everything:
         kind = "S39"
-    return _finding(kind, evidence, step, apart, "each rank has a gradient of its own", axis=world.data_axis)
+    axis = evidence.axis_apart(step, what, apart[0], world.data_axis)
+    return _finding(kind, evidence, step, apart, "each rank has a gradient of its own", axis=axis)
 
 
 def _differ_among_twins(evidence: Evidence, step: int, what: str, name: str) -> bool:
@@ -86,6 +88,12 @@ def _each_rank_by_its_own(off: Sequence[Mismatch]) -> bool:
     return alike and len({round(some[0], 5) for some in by_rank.values()}) > 1
 
 
+def _have_other_factors(off: Sequence[Mismatch], one: int, other: int) -> bool:
+    """Whether two ranks have other factors of the tensors that both hold a part of."""
+    pairs = [(m.factors[one], m.factors[other]) for m in off if one in m.factors and other in m.factors]
+    return any(abs(mine - others) > 1e-5 * max(abs(mine), abs(others)) for mine, others in pairs)
+
+
 def _scaled(
     evidence: Evidence, step: int, off: Sequence[Mismatch], factor: float, everything: bool, what: str
 ) -> Finding:
@@ -93,21 +101,23 @@ def _scaled(
     world, (one, _) = evidence.world, evidence.step(step)
     clipped = one.norm is not None and what == "gradients"
     if not everything:
-        partial = [m for m in off if _held_by(evidence, m.name) < world.size]
+        some = [m for m in off if _held_by(evidence, m.name) < world.size]
         cut = [m for m in off if _is_cut(evidence, m.name)]
-        if len(partial) == len(off) and world.model_ranks == 1:
+        if len(some) == len(off) and world.model_ranks == 1:
             return _finding("S36", evidence, step, off, "the gradient of what only some ranks hold")
         if world.model_ranks > 1 and not cut:
             kind = "S15" if abs(factor) < 1 else "S16"  # a sum too few, or one too many
             return _finding(kind, evidence, step, off, "the gradient of parameters that every rank holds whole",
-                            axis=world.model_axis)  # fmt: skip
+                            axis=world.by_factor(factor, world.model_axis))  # fmt: skip
         kind = "S36" if _look_like_experts(evidence, off) else "S16"
-        return _finding(kind, evidence, step, off, "the gradient of some parameters", axis=_axis(evidence, factor))
+        return _finding(kind, evidence, step, off, "the gradient of some parameters", axis=world.axis_of_factor(factor))
     if clipped:
         return _finding("S13", evidence, step, off, "every gradient after clipping")
     share = _weights_of(evidence, step, what)
     if share is not None and share[0] in ("S8", "S9"):
-        return _finding(share[0], evidence, step, off, "every gradient", said=share[1], axis=_axis(evidence, factor))
+        return _finding(
+            share[0], evidence, step, off, "every gradient", said=share[1], axis=world.axis_of_factor(factor)
+        )
     if share is not None and share[0] == "S29" and world.is_count(factor, world.data_ranks):
         return _finding("S29", evidence, step, off, "every gradient", said=share[1], axis=world.data_axis)
     kind = "S13"
@@ -117,7 +127,9 @@ def _scaled(
         kind = "S16"
     elif world.is_count(factor, world.data_ranks):
         kind = "S9" if world.model_ranks == 1 else "S16"
-    return _finding(kind, evidence, step, off, "every gradient", axis=_axis(evidence, factor))
+    elif world.counts_an_axis(factor):
+        kind = "S16"
+    return _finding(kind, evidence, step, off, "every gradient", axis=world.axis_of_factor(factor))
 
 
 def _look_like_experts(evidence: Evidence, off: Sequence[Mismatch]) -> bool:
@@ -135,11 +147,6 @@ def _is_cut(evidence: Evidence, name: str) -> bool:
     return any(
         run.start.parameters[name].value.shape != whole for run in evidence.ranks if name in run.start.parameters
     )
-
-
-def _axis(evidence: Evidence, factor: float) -> str:
-    world = evidence.world
-    return world.model_axis if world.is_count(factor, world.model_ranks) else world.data_axis
 
 
 def _combined(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch], everything: bool) -> Finding:
@@ -264,10 +271,10 @@ def _finding(
     kind: str, evidence: Evidence, step: int, off: Sequence[Mismatch], what: str, said: str = "", axis: str = ""
 ) -> Finding:
     first, world = off[0], evidence.world
-    lines = [describe(m, "gradient of", world) for m in off[:3]]
+    lines = [describe(m, "gradient of", world, axis) for m in off[:3]]
     if said:
         lines.insert(0, said)
-    factor = world.in_words(_common(off))
+    factor = world.in_words(_common(off), axis)
     times = f" by the factor {factor}" if factor != "" else ""
     over = f" over {axis}" if axis else ""
     return found(

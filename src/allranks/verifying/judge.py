@@ -76,7 +76,8 @@ def _step(evidence: Evidence, step: int) -> list[Finding]:
         if unmatched and what == "raw" and _agree_later(evidence, step, unmatched):
             said = "when they are clipped each rank has its own, and when the optimizer takes them all have the same"
             return [found("S13", f"step {step}: gradients are clipped before they are summed over ranks", said,
-                          tensor=unmatched[0].name, axis=evidence.world.data_axis, step=step)]  # fmt: skip
+                          tensor=unmatched[0].name, step=step,
+                          axis=evidence.axis_apart(step, what, unmatched[0], evidence.world.data_axis))]  # fmt: skip
         if unmatched:
             return judge_values(evidence, step) or explain_gradients(evidence, step, what, unmatched)
         if what == "raw":
@@ -111,11 +112,19 @@ def _norms(evidence: Evidence, step: int) -> list[Finding]:
     if not off:
         return []
     _, norm = next(iter(off.items()))
+    square = (norm or 0.0) ** 2 / one.norm**2 if one.norm else math.nan
+    told = {rank: record.norm or 0.0 for rank, record in enumerate(ranks)}
+    alike = max(told.values()) - min(told.values()) <= allowed
+    axis = (
+        evidence.world.axis_of_factor(square)
+        if alike
+        else evidence.world.axis_where(lambda rank, other: abs(told[rank] - told[other]) > allowed)
+    )
     said = f"before clipping the norm is {one.norm:.6g} on one device, {[record.norm for record in ranks]} on the ranks"
-    factor = evidence.world.in_words((norm or 0.0) ** 2 / one.norm**2) if one.norm else ""
+    factor = evidence.world.in_words(square, axis)
     more = f"its square is {factor} times what one device has" if factor != "" else "the gradients are equal"
     return [found("S13", f"step {step}: the gradient norm is not that of the whole model", said, more,
-                  axis=evidence.world.axis_of(list(off)), factor=factor, step=step)]  # fmt: skip
+                  axis=axis, factor=factor, step=step)]  # fmt: skip
 
 
 def _near(value: float | None, due: float, allowed: float) -> bool:
@@ -127,13 +136,14 @@ def _beside(evidence: Evidence, step: int) -> list[Finding]:
     buffers = [m for m in evidence.compare(step, "buffers") if not m.missing]
     world = evidence.world
     if buffers:
-        lines = [describe(m, "buffer", world) for m in buffers[:3]]
+        axis = evidence.axis_apart(step, "buffers", buffers[0])
+        lines = [describe(m, "buffer", world, axis) for m in buffers[:3]]
         rounded = _rounding_of(evidence, step, [m.name for m in buffers])
         if rounded:
             lines.insert(0, f"every value of them is one of {rounded}'s")
         kind, names = "S26" if rounded else "S25", few([m.name for m in buffers])
         return [found(kind, f"step {step}: buffers differ: {names}", *lines,
-                      tensor=buffers[0].name, axis=world.data_axis, step=step)]  # fmt: skip
+                      tensor=buffers[0].name, axis=axis, step=step)]  # fmt: skip
     kept = evidence.compare(step, "kept")
     if kept and kept[0].name == LEDGER:
         said = "the journal's sum over all samples is not that of the samples that were fed"
@@ -175,9 +185,10 @@ def _reported(evidence: Evidence) -> list[Finding]:
         ):
             continue
         said = f"loss {one.loss:.9g} on one device, {', '.join(f'{v:.9g}' for v in values)} on the ranks"
-        factor = world.in_words(values[0] / one.loss) if one.loss else ""
+        axis = world.axis_of_values(dict(enumerate(values)), one.loss, allowed)
+        factor = world.in_words(values[0] / one.loss, axis) if one.loss else ""
         return [found("S30", f"step {step}: the loss that is reported is not the world's", said,
-                      axis=world.data_axis, factor=factor, step=step)]  # fmt: skip
+                      axis=axis, factor=factor, step=step)]  # fmt: skip
     return []
 
 

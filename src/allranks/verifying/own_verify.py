@@ -10,7 +10,7 @@ from typing import Any
 
 from allranks.errors import ConfigError, ProcessError
 from allranks.surviving.launch import launch_without_gpus
-from allranks.verifying.answer import Answer, cannot
+from allranks.verifying.answer import Answer, cannot, equal_steps
 from allranks.verifying.data_causes import judge_samples
 from allranks.verifying.determinism import incomparable
 from allranks.verifying.end_causes import judge_reshard
@@ -22,7 +22,7 @@ from allranks.verifying.own_alone import Source, observer_of, read_program, rela
 from allranks.verifying.own_group import process_group
 from allranks.verifying.own_loop import OwnLoop, Setting
 from allranks.verifying.program import Program
-from allranks.verifying.recording import OneDevice, RunRecord
+from allranks.verifying.recording import OneDevice, RunRecord, saves_of
 from allranks.verifying.start_causes import judge_start, places_of, unplaced
 from allranks.verifying.unverified import Unverified, failing
 from allranks.verifying.world_view import view_of
@@ -116,7 +116,7 @@ def _verified(source: Source, setting: Setting, nproc: int) -> Answer:
         return stopped or cannot(f"the program fails on one of {nproc} processes", str(error), RUN_IT)
     if stopped is not None:
         findings = judge_ranks(Evidence(one, ranks, view_of(ranks)))
-        return Answer(tuple(findings), one, ranks, view_of(ranks)) if findings else stopped
+        return Answer(tuple(findings), one, ranks, view_of(ranks), noise=stopped.unverified) if findings else stopped
     return _answer(source, setting, one, ranks)
 
 
@@ -132,6 +132,8 @@ def hindrance(one: OneDevice) -> Answer | None:
         return cannot(ALONE[0], one.run.error, ALONE[1])
     if not one.run.steps:
         return cannot("there is no data on one device", "", "data(0, 1), or the list, has to give a step")
+    if len(one.run.steps) < 2:
+        return cannot("the data is too small for two steps", "it gives 1", "let data give at least two steps")
     return incomparable(one, "the program")
 
 
@@ -156,8 +158,25 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
         with failing("the program fails where one process loads what the ranks have saved", RUN_IT):
             loaded: RunRecord = launch_without_gpus(run_load, source, _of_ranks(setting), nproc=1)[0]
         findings = judge_reshard(evidence, loaded)
-    notes = (EVEN,) if _is_even(evidence) else ()
-    return Answer(tuple(findings), one, tuple(ranks), world, notes=notes)
+    notes = ((EVEN,) if _is_even(evidence) else ()) + not_tried(ranks, setting.num_steps)
+    equal = equal_steps(evidence) if findings else {}
+    return Answer(tuple(findings), one, tuple(ranks), world, notes=notes, equal_steps=equal)
+
+
+def not_tried(ranks: Sequence[RunRecord], num_steps: int) -> tuple[str, ...]:
+    """What of a program was not run: because it does not say how, or the data ends too soon."""
+    run, saves = ranks[0], saves_of(num_steps)
+    steps, told = len(run.steps), []
+    if not run.saved_before:
+        short = f"it is saved before step {saves[0]}, and the data ends sooner"
+        told.append(f"no resume was tried: {short if steps < saves[0] else 'the program has no save and load'}")
+    elif run.resumed is None:
+        told.append(f"no resume was tried: the data ends where it is saved, before step {run.saved_before}")
+    elif len(saves) > 1 and steps <= saves[1]:
+        told.append(f"no second save was resumed: the data ends where it is made, before step {saves[1]}")
+    if all(run.evaluation is None for run in ranks):
+        told.append("no evaluation was tried: the program has no evaluate")
+    return tuple(told)
 
 
 def _is_even(evidence: Evidence) -> bool:

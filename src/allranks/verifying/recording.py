@@ -179,6 +179,7 @@ class OneDevice:
         shares: step -> rank -> micro-batch -> gradients of it alone, from the parameters before that step.
         noise: why it is nothing to compare with; None where the run is the same again, with other random numbers too.
         too_small: which step of an own loop has fewer samples than ranks, in words; "" where none has.
+        whole_validation: samples that a Task's validation split has, where fewer were measured; 0: all were.
         lowered: a low precision in which an own loop computes that runs in its own precision alone; None: in none.
     """
 
@@ -187,4 +188,5 @@ class OneDevice:
     shares: Mapping[int, Sequence[Sequence[Mapping[str, torch.Tensor]]]] = field(default_factory=dict)
     noise: Noise | None = None
     too_small: str = ""
+    whole_validation: int = 0
     lowered: torch.dtype | None = None

@@ -6,10 +6,14 @@ else would compute something that nobody trains, and is not done: then the answe
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from types import FunctionType
 from typing import Final, NamedTuple, final
 
+import torch
 from torch import nn
 
 from allranks.layout import Layout
@@ -23,6 +27,9 @@ RUNS_ALONE: Final = 4  # the run, the run with other random numbers, two with an
 TWICE: Final = 2  # a record, and its copy on the way to the process that judges
 LONGEST_PERIOD: Final = 4
 FEWEST: Final = 2
+COUNTERS: Final = ("idx", "index", "number", "layer_id", "layer_num")
+"""How a block's own number among its neighbours is called (Hugging Face: layer_idx), whatever stands before."""
+TORCHS_OWN: Final = frozenset(vars(nn.Module()))
 
 
 @final
@@ -146,7 +153,7 @@ def drop_repeats(modules: Iterable[nn.Module], keep: int) -> list[str]:
             prefix = f"{name}." if name else ""
             if any(name.startswith(row) for row in kept) or not isinstance(member, nn.ModuleList | nn.Sequential):
                 continue
-            row = find_repeats([_looks(block) for block in member])
+            row = find_repeats(_looks([*member]))
             first, end = (row.start + row.period * times for times in (keep, row.times))
             if first < end:
                 kept.append(prefix)
@@ -176,7 +183,38 @@ def find_repeats(looks: Sequence[object]) -> Row:
     return best
 
 
-def _looks(block: nn.Module) -> object:
-    """All that can be seen of a block: what it prints, its tensors' shapes and types, what of it learns."""
-    tensors = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in block.state_dict().items()]
-    return repr(block), tensors, [parameter.requires_grad for parameter in block.parameters()]
+def _looks(blocks: Sequence[nn.Module]) -> list[object]:
+    """Of each block all that can be seen of it: what it prints, its tensors' shapes and types, what of it learns, and
+    the plain attributes of its modules, but for those that number the blocks."""
+    plain = [_plain(block) for block in blocks]
+    counting = {path for some in plain for path in some if path[-1].endswith(COUNTERS) and _counts_up(plain, path)}
+    looks: list[object] = []
+    for block, attributes in zip(blocks, plain, strict=True):
+        tensors = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in block.state_dict().items()]
+        kept = {path: (type(value), repr(value)) for path, value in attributes.items() if path not in counting}
+        looks.append((repr(block), tensors, [parameter.requires_grad for parameter in block.parameters()], kept))
+    return looks
+
+
+def _plain(block: nn.Module) -> dict[tuple[str, str], object]:
+    """(module, attribute) -> its value, of what is no module, no tensor and no object with a state of its own."""
+    return {
+        (name, key): value
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if key not in TORCHS_OWN and (is_plain(value) or isinstance(value, FunctionType))
+    }
+
+
+def is_plain(value: object) -> bool:
+    """Whether it is a number, a text, a name of one of several, a type of torch's, or a row of such."""
+    if isinstance(value, tuple | list | set | frozenset):
+        return all(is_plain(one) for one in value)
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum | torch.dtype)
+
+
+def _counts_up(plain: Sequence[Mapping[tuple[str, str], object]], path: tuple[str, str]) -> bool:
+    """Whether an attribute is larger by one in each block that has it than in the one before."""
+    values = [value for some in plain if isinstance(value := some.get(path), int)]
+    whole = len(values) == sum(path in some for some in plain)
+    return whole and all(later - value == 1 for value, later in pairwise(values))

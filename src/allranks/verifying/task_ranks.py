@@ -97,16 +97,23 @@ class TaskRecord:
     replayed: int = 0
 
 
-def shorten_validation(task: Task) -> None:
-    """Let the validation split of this very Task end after some samples: a number that no world size divides."""
-    whole = task.dataset
+def shorten_validation(task: Task) -> list[int]:
+    """Let the validation split of this very Task end after some samples: a number that no world size divides.
+
+    Returns what becomes the numbers of samples that a split had that was cut, as it is asked for.
+    """
+    whole, cut = task.dataset, list[int]()
 
     def dataset(split: str) -> Any:
         samples = whole(split)
         long = split == "validation" and hasattr(samples, "__len__") and len(samples) > MOST_VALIDATED
-        return Subset(samples, range(MOST_VALIDATED)) if long and hasattr(samples, "__getitem__") else samples
+        if not long or not hasattr(samples, "__getitem__"):
+            return samples
+        cut.append(len(samples))
+        return Subset(samples, range(MOST_VALIDATED))
 
     task.dataset = dataset  # type: ignore[method-assign]
+    return cut
 
 
 def run_task_rank(errand: Errand) -> TaskRecord:

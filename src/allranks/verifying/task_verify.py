@@ -2,32 +2,27 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, final
+from dataclasses import replace
+from typing import Any
 
 import psutil
 import torch
 
-from allranks.config import Config, override_config
-from allranks.data.cut import ROUNDS, cut_step
 from allranks.data.stream import checked_len, declared_order
 from allranks.errors import ConfigError, DataError
-from allranks.layout import Layout, num_processes, render_layout
-from allranks.layout_refusals import refuse_unsupported
 from allranks.request import TrainRequest
 from allranks.surviving.launch import launch_without_gpus
-from allranks.task import Task, has_step
-from allranks.training.prepare import prepare, resolve_layout
+from allranks.training.prepare import prepare
 from allranks.verifying import observation as look
-from allranks.verifying.answer import Answer, cannot
+from allranks.verifying.answer import Answer, cannot, equal_steps
 from allranks.verifying.determinism import find_noise, incomparable
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
-from allranks.verifying.local_layouts import refuse_exceptions, refuse_too_many
 from allranks.verifying.low_precision import judge_low_precision, say_noisy
 from allranks.verifying.lowered import LOWERED, Lowered, run_lowered
 from allranks.verifying.own_loop import default_dtype
+from allranks.verifying.plan import Plan, notes_of, plan_run
 from allranks.verifying.random_sources import RandomOperations, Unseeded
 from allranks.verifying.recording import OneDevice, RunRecord, saves_of
 from allranks.verifying.shrinking import Room, Size, choose_size, shrink
@@ -36,41 +31,11 @@ from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank, sho
 from allranks.verifying.unverified import Unverified, failing, failing_here
 from allranks.verifying.world_view import WorldView
 
-DEFAULT_PROCESSES = 2
-SAMPLES_A_RANK = 4
 NUM_VARIANTS = 2
 PLAIN = Variation()
 TOO_LARGE = "return settings that make it small in hints().small, or take a machine with more memory"
 ALONE = "the Task fails on one device", "make it train alone first: --layout single"
 ON_A_RANK = "a rank fails", "make it train under this layout first: allranks train"
-EXACT = "train.precision=float64"
-NOT_IN_FLOAT8 = (
-    "not compared in float8, because each process scales by the largest value of its own share: what is computed then "
-    "depends on the layout (docs/explanation/exceptions.md says by how much)"
-)
-
-
-@final
-@dataclass(frozen=True)
-class Plan:
-    """What is run.
-
-    Attributes:
-        request: the user's, with the settings of the comparison.
-        nproc: processes.
-        layout: resolved.
-        task, config: what the request means.
-        precision: the run's own; the comparison's is float64.
-        global_batch: the run's own; the comparison's is smaller.
-    """
-
-    request: TrainRequest
-    nproc: int
-    layout: Layout
-    task: Task
-    config: Config
-    precision: str
-    global_batch: int
 
 
 def verify_task(request: TrainRequest, num_steps: int) -> Answer:
@@ -129,64 +94,14 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
             with failing("the run that goes on alone from the ranks' checkpoint fails", ALONE[1]):
                 record: TaskRecord = launch_without_gpus(run_task_rank, _going_on_alone(plan, errand), nproc=1)[0]
             findings = _resharded(record.run, one)
-        notes = notes_of(plan, len(saves))
+        notes = notes_of(plan, len(saves), one.whole_validation)
         if not findings and plan.precision in LOWERED:
             with failing(f"it fails in {plan.precision}", "make it train in this precision first: allranks train"):
                 low = _run_lowered(plan, errand)
             findings, lowered = _in_low_precision(plan, low)
             notes = (*notes, *lowered)
-    return Answer(tuple(findings), one, tuple(record.run for record in ranks), evidence.world, notes=notes)
-
-
-def plan_run(request: TrainRequest, num_steps: int) -> Plan:
-    """The settings of the comparison: float64, an uneven global batch, accumulation, a few steps."""
-    fixed = [f"train.steps={num_steps}", "data.workers=0", "track.tensorboard=false"]
-    asked = replace(request, overrides=(*request.overrides, *fixed))
-    prepared = prepare(asked)  # once: a Task may take long to make
-    config = prepared.config
-    nproc = request.nproc or num_processes(config.layout, DEFAULT_PROCESSES)
-    layout = Layout.resolve(config.layout, nproc)
-    if layout.kind == "single":
-        raise ConfigError(f"nproc={nproc}: one device is compared with at least 2 processes: give --nproc or --layout")
-    # Before another layout is proposed, which would be refused for the same.
-    refuse_unsupported(layout)
-    refuse_exceptions(layout)
-    refuse_too_many(layout, nproc, render_layout(config.layout))
-    if config.train.precision == "float16" and has_step(prepared.task):
-        raise ConfigError("train.precision=float16 does not go with a step() of the Task's own: verify it in bfloat16")
-    # Ranges that are left out begin where the run's own steps do.
-    whole = ["data.skip="] if config.data.skip else []
-    words = [*cut_words(prepared.task, config, layout), *whole, EXACT]
-    exact = override_config(config, words)
-    resolve_layout(exact, nproc)
-    asked = replace(asked, overrides=(*asked.overrides, *words), nproc=nproc)
-    return Plan(asked, nproc, layout, prepared.task, exact, config.train.precision, config.train.global_batch)
-
-
-def cut_words(task: Task, config: Config, layout: Layout) -> list[str]:
-    """A small global batch which the data ranks cannot share evenly, in some micro-steps; even where pp needs it.
-
-    A micro-batch that the user has chosen is one of larger steps: in these it would leave one micro-step, or none.
-    """
-    ranks, train, stages = layout.dp, config.train, layout.num_stages
-    most = min(train.global_batch, ranks * SAMPLES_A_RANK * (stages if layout.pp > 1 else 1))
-    if layout.pp > 1:
-        per_rank = max(stages, most // ranks // stages * stages)
-        words = [f"train.global_batch={per_rank * ranks}"]
-        smaller = per_rank // (stages * ROUNDS if per_rank % (stages * ROUNDS) == 0 else stages)
-        return words + ([f"train.micro_batch={smaller}"] if train.micro_batch is not None else [])
-    batch = max(ranks, most)
-    if ranks > 1 and batch % ranks == 0:
-        batch = batch + 1 if batch + 1 <= max(train.global_batch, ranks + 1) else batch - 1
-    words = [f"train.global_batch={batch}"]
-    # Another number than that of the data ranks, so that a factor tells which of the two it is.
-    micro_steps = 3 if ranks == 2 else 2
-    if train.micro_steps is not None or has_step(task) or task.coupled or batch < micro_steps:
-        return words
-    if train.micro_batch is None:
-        return [*words, f"train.micro_steps={micro_steps}"]
-    smaller = min(train.micro_batch, -(-batch // (ranks * micro_steps)))
-    return [*words, f"train.micro_batch={smaller}"]
+    runs, equal = tuple(record.run for record in ranks), equal_steps(evidence) if findings else {}
+    return Answer(tuple(findings), one, runs, evidence.world, notes=notes, equal_steps=equal)
 
 
 def too_small(dataset: Any, plan: Plan) -> Answer | None:
@@ -225,7 +140,7 @@ def run_task_alone(errand: Errand) -> OneDevice:
     prepared = prepare(errand.request)
     observer = look.Observer()
     with observer.watching(), default_dtype(torch.float64):
-        shorten_validation(prepared.task)
+        shortened = shorten_validation(prepared.task)
         shrink(prepared.task, errand.keep)
 
         def run(variation: Variation = PLAIN) -> RunRecord:
@@ -244,7 +159,8 @@ def run_task_alone(errand: Errand) -> OneDevice:
         if noise is not None:
             return OneDevice(first, noise=noise)
         variants = [run(Variation(shake=number, shuffled=True)) for number in range(1, NUM_VARIANTS + 1)]
-        return OneDevice(first, [v for v in variants if not v.error])
+        right = [variant for variant in variants if not variant.error]
+        return OneDevice(first, right, whole_validation=max(shortened, default=0))
 
 
 def _going_on_alone(plan: Plan, errand: Errand) -> Errand:
@@ -283,16 +199,3 @@ def replace_steps(one: OneDevice, first: int) -> OneDevice:
         return replace(run, steps=run.steps[first:])
 
     return replace(one, run=rest(one.run), variants=[rest(run) for run in one.variants])
-
-
-def notes_of(plan: Plan, num_saves: int) -> tuple[str, ...]:
-    """What is checked, and what is not."""
-    again = "saved and resumed again, " if num_saves > 1 else ""
-    config = plan.config
-    batch, micro = config.train.global_batch, cut_step(config.train, plan.layout).num_micro_steps()
-    notes = (
-        f"layout {plan.layout} on {plan.nproc} processes, float64, {batch} samples a step in {micro} micro-steps",
-        "dropouts are off, and their random numbers are compared",
-        f"saved after half of the steps, resumed under the same layout, {again}and alone on one process",
-    )
-    return (*notes, NOT_IN_FLOAT8) if plan.precision == "float8" else notes

@@ -24,7 +24,8 @@ def judge_settings(evidence: Evidence, step: int) -> list[Finding]:
 
 
 def _setting(evidence: Evidence, step: int, rank: int, group: int, key: str, value: float, due: float) -> Finding:
-    factor = evidence.world.in_words(value / due) if due else ""
+    axis = evidence.world.by_factor(value / due, evidence.world.data_axis) if due else evidence.world.data_axis
+    factor = evidence.world.in_words(value / due, axis) if due else ""
     if key != "lr":
         kind = "S38"
     else:
@@ -34,7 +35,7 @@ def _setting(evidence: Evidence, step: int, rank: int, group: int, key: str, val
         kind,
         f"step {step}: {key} of group {group} is {value:.6g} on rank {rank}, on one device {due:.6g}{times}",
         f"the samples seen are the same: {key} is a function of them, or of the number of steps",
-        axis=evidence.world.data_axis,
+        axis=axis,
         factor=factor,
         step=step,
     )
@@ -81,12 +82,12 @@ def explain_parameters(evidence: Evidence, step: int, off: Sequence[Mismatch]) -
         kind, what = "S39", f"rank {min(lone)} alone has other parameters after the same update"
     elif any(not m.agree for m in off):
         kind, what = "S11", "ranks hold different values of the same parameter"
-        axis = world.data_axis
+        axis = evidence.axis_apart(step, "parameters", next(m for m in off if not m.agree))
     if kind == OTHER:
         advice = "compare the optimizer's state and its param_groups: which tensors does it hold?"
     return [
         found(kind, f"step {step}: {what}: {few(names)}", *lines, tensor=first.name, axis=axis,
-              factor="" if still else world.in_words(first.factor), step=step,
+              factor="" if still else world.in_words(first.factor, axis), step=step,
               error=None if math.isinf(first.relative) else first.relative, next=advice)
     ]  # fmt: skip
 

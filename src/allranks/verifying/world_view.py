@@ -1,11 +1,15 @@
 """Which ranks see the same samples, and numbers in words: what judging knows of a world."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import final
 
 from allranks.verifying.recording import RunRecord
+
+OUTERMOST_FIRST = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp")
+"""As ranks are counted (`parallel.mesh.MESH_AXES`; a test compares)."""
 
 
 @final
@@ -59,27 +63,117 @@ class WorldView:
         stages = self.axes.get("pp", 1)  # the outermost axis of a mesh
         return [other for other in self.twins(rank) if other * stages // self.size == rank * stages // self.size]
 
-    def axis_of(self, ranks: Sequence[int]) -> str:
+    def axis_of(self, ranks: Collection[int]) -> str:
         """Over which axis some ranks differ from the others."""
-        return self.model_axis if self.data_ranks == 1 else self.data_axis
+        return self.axis_where(lambda one, other: (one in ranks) != (other in ranks))
 
-    def in_words(self, factor: float) -> str | float:
-        """A factor as a number of ranks or micro-batches where it is one, else as it is."""
+    def axis_where(self, differ: Callable[[int, int], bool]) -> str:
+        """Over which axis ranks differ; where they cannot tell, all over which samples differ, or the model."""
+        names = [name for name in self.axes if name != "ep"]
+        return "*".join(self._along(differ, names)) or (self.model_axis if self.data_ranks == 1 else self.data_axis)
+
+    def apart(self, differ: Callable[[int, int], bool], axis: str) -> str:
+        """Of an axis, or of several as "A*B", those along which ranks differ; `axis` where they cannot tell."""
+        return "*".join(self._along(differ, axis.split("*"))) or axis
+
+    def axis_of_values(self, values: Mapping[int, float], due: float, allowed: float) -> str:
+        """Of the data axes those along which the values of ranks are apart, or whose ranks the common factor counts."""
+
+        def differ(one: int, other: int) -> bool:
+            return one in values and other in values and abs(values[one] - values[other]) > allowed
+
+        told = "*".join(self._along(differ, self.data_axis.split("*")))
+        factor = next(iter(values.values()), math.nan) / due if due else math.nan
+        return told or self.by_factor(factor, self.data_axis)
+
+    def axis_of_factor(self, factor: float) -> str:
+        """The axis whose ranks a factor counts; several, as "A*B", where it may be either, or nobody knows."""
+        every = [name for name in self.axes if name != "ep"]
+        fit = {name for name in every if is_one_of(factor, self._degree([name]))}
+        for axis, count in ((self.data_axis, self.data_ranks), (self.model_axis, self.model_ranks)):
+            fit |= set(axis.split("*")) if is_one_of(factor, count) else set()
+        if not fit and is_one_of(factor, self.size):
+            fit = set(every)
+        if fit:
+            return "*".join(name for name in every if name in fit) or self.axis_of(())
+        model = self.is_count(factor, self.model_ranks) or self.data_ranks == 1
+        return self.model_axis if model else self.data_axis
+
+    def _along(self, differ: Callable[[int, int], bool], names: Iterable[str]) -> list[str]:
+        """The axes along which two ranks differ that stand in the same place of all others."""
+        places = [self._place(rank) for rank in range(self.size)]
+        return [
+            name
+            for name in names
+            if any(
+                {key for key in one if one[key] != other[key]} == {name} and differ(first, second)
+                for (first, one), (second, other) in combinations(enumerate(places), 2)
+            )
+        ]
+
+    def by_factor(self, factor: float, axis: str) -> str:
+        """Of an axis, or of several as "A*B", the one whose ranks a factor counts; `axis` where it cannot tell."""
+        names = axis.split("*")
+        if is_one_of(factor, self._degree(names)):
+            return axis
+        return "*".join(name for name in names if is_one_of(factor, self._degree([name]))) or axis
+
+    def _place(self, rank: int) -> dict[str, int]:
+        """Where a rank stands along each axis; {} where nobody knows."""
+        if set(self.axes) <= {"dp", "model"}:
+            return {"dp": self.data_rank[rank], "model": self.twins(rank).index(rank)}
+        axes = [name for name in OUTERMOST_FIRST if name in self.axes]
+        if self._degree(axes) != self.size:
+            return {}
+        place, left = {}, rank
+        for name in reversed(axes):
+            left, place[name] = divmod(left, self.axes[name])
+        return place
+
+    def _degree(self, names: Iterable[str]) -> int:
+        return math.prod(self.axes.get(name, 1) for name in names)
+
+    def in_words(self, factor: float, axis: str = "") -> str | float:
+        """A factor as a number of ranks or micro-batches where it is one, else as it is.
+
+        Args:
+            axis: over which something is off: its own number is the one that is meant, where several are equal.
+        """
         if math.isnan(factor):
             return ""
-        data, model = self.data_ranks, self.model_ranks
-        numbers = {"D": data, "T": model, "N": self.size, "M": self.micro_batches}
-        said = {"D": "data ranks", "T": self.model_axis, "N": "world size", "M": "micro-batches"}
-        for key, value in numbers.items():
-            if value > 1:
-                for shown, number in ((f"{said[key]} = {value}", value), (f"1/{said[key]} = 1/{value}", 1 / value)):
-                    if abs(factor - number) <= 1e-6 * number:
-                        return shown
+        for said, value in self._numbers(axis):
+            inverse = f"1/({said})" if " or " in said else f"1/{said}"
+            for shown, number in ((f"{said} = {value}", value), (f"{inverse} = 1/{value}", 1 / value)):
+                if value > 1 and abs(factor - number) <= 1e-6 * number:
+                    return shown
         return round(factor, 9)
+
+    def _numbers(self, axis: str) -> list[tuple[str, int]]:
+        """What a factor may be, in words: first of the axis, then of all ranks of a kind, then of each other axis."""
+        groups = {self.data_axis: ("data ranks", self.data_ranks), self.model_axis: (self.model_axis, self.model_ranks)}
+        own = [groups[axis]] if axis in groups else []
+        every = [*groups.values(), ("world size", self.size), ("micro-batches", self.micro_batches)]
+        return [*own, *self._alike(axis.split("*")), *every, *self._alike(self.axes)]
+
+    def _alike(self, names: Iterable[str]) -> list[tuple[str, int]]:
+        """Axes by their degree."""
+        by_degree: dict[int, list[str]] = {}
+        for name in names:
+            by_degree.setdefault(self.axes.get(name, 1), []).append(name)
+        return [(" or ".join(some), degree) for degree, some in by_degree.items()]
+
+    def counts_an_axis(self, factor: float) -> bool:
+        """Whether a factor is the degree of one axis or its inverse."""
+        return any(is_one_of(factor, degree) for degree in self.axes.values())
 
     def is_count(self, factor: float, count: int) -> bool:
         """Whether a factor is `count` or its inverse, or such a power."""
         return count > 1 and any(abs(factor - count**power) <= 1e-6 * count**power for power in (-2, -1, 1, 2))
+
+
+def is_one_of(factor: float, count: int) -> bool:
+    """Whether a factor is `count` or its inverse."""
+    return count > 1 and any(abs(factor - number) <= 1e-6 * number for number in (count, 1 / count))
 
 
 def view_of(ranks: Sequence[RunRecord]) -> WorldView:
