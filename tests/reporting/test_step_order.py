@@ -209,3 +209,14 @@ def test_what_a_dry_run_does_not_do_follows() -> None:
     step = order_rank(done(fsdp(4)), found)
     check(step, found)
     assert [span.name for span in on(step, COMPUTE)][-4:] == ["optimizer", "offload", "input", "checkpoint"]
+
+
+def test_under_hsdp_each_data_axis_sends_as_long_as_its_own_row() -> None:
+    messages = (("dp_shard", "reduce-scatter", 6000), ("dp_replicate", "all-reduce", 1000))
+    parts = tuple(Part(message=message) for message in messages)
+    found = planned(Layout(dp_replicate=8, dp_shard=8))
+    step = order_rank(done((Work("backward", "layers.1", (Part(flops=2e12), *parts), turn=1),)), found)
+    rows = {row.axis: row.seconds for row in found.traffic}
+    for axis, _, _ in messages:
+        (span,) = on(step, axis)
+        assert span.end - span.start == pytest.approx(rows[axis] * step.shortened)
