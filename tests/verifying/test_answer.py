@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from allranks.verifying.answer import ALONE_SHOW, BESIDE, Answer, cannot, equal_steps, largest_error
+from allranks.verifying.answer import ALONE_SHOW, BESIDE, Answer, cannot, equal_steps, largest_errors
 from allranks.verifying.findings import found
 from allranks.verifying.judge import judge
 from allranks.verifying.recording import Part, RunRecord
@@ -86,10 +86,17 @@ def test_that_one_device_is_not_the_same_twice_is_said_first() -> None:
 
 def test_the_largest_error_is_told() -> None:
     right = evidence()
-    assert largest_error(right.one, right.ranks, "gradients") == 0.0
+    assert set(largest_errors(right.one, right.ranks, "gradients").values()) == {0.0}
     wrong = evidence(lambda ranks: scale(ranks[1].steps[1].gradients, 1.25, ["bias"]))
-    assert largest_error(wrong.one, wrong.ranks, "gradients") == 0.25
-    assert largest_error(right.one, right.ranks, "kept") is None
+    assert max(largest_errors(wrong.one, wrong.ranks, "gradients").values()) == 0.25
+    assert largest_errors(right.one, right.ranks, "kept") == {}
+
+
+def test_what_is_equal_within_its_own_rounding_alone_is_named() -> None:
+    """As the gradient of a key's bias is, which is 0: it does not stand for the others."""
+    found = evidence(lambda ranks: scale(ranks[1].steps[1].gradients, 2.5, ["bias"]))
+    told = str(Answer((), found.one, found.ranks, found.world))
+    assert "gradients: equal to 0 of each tensor's largest value, but for bias, which rounding moves as far" in told
 
 
 def test_the_error_of_tensors_that_are_cut_by_hand_is_told() -> None:

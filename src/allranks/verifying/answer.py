@@ -8,13 +8,16 @@ from typing import final
 
 from allranks.verdict import Verdict
 from allranks.verifying.assembly import Places, compare_parts
-from allranks.verifying.evidence import Evidence
+from allranks.verifying.evidence import Evidence, few
 from allranks.verifying.findings import Finding
 from allranks.verifying.recording import OneDevice, RunRecord
 from allranks.verifying.start_causes import places_of
 from allranks.verifying.world_view import WorldView
 
 EQUAL, DIFFERS, UNKNOWN = 0, 1, 3
+ROUNDING = 1e-6
+"""Of a tensor's largest value: what in float64 is further off, and equal, is all rounding: the gradient of a key's bias,
+which is 0, and what Adam makes of it."""
 UNVERIFIED = "unverified"
 COMPARED = ("raw", "gradients", "parameters", "buffers")
 BESIDE = "beside that (a resume and an evaluation are judged where all steps are equal):"
@@ -103,12 +106,15 @@ class Answer:
         told, places = [], places_of(self.one.run, self.ranks)
         for what in COMPARED:
             steps = self.equal_steps.get(what, 0) if self.findings else None
-            worst = largest_error(self.one, self.ranks, what, places, steps)
-            if worst is not None:
+            errors = largest_errors(self.one, self.ranks, what, places, steps)
+            moved = [tensor for tensor, error in errors.items() if error > ROUNDING]
+            if errors:
+                worst = max((error for error in errors.values() if error <= ROUNDING), default=0.0)
                 name = "gradients before clipping" if what == "raw" else what
                 some = "" if steps is None or steps >= len(self.one.run.steps) else f" in the first {steps} steps"
                 some = " in the first step" if some and steps == 1 else some
-                told.append(f"{name}: equal{some} to {worst:.2g} of each tensor's largest value")
+                but = f", but for {few(moved)}, which rounding moves as far on one device" if moved else ""
+                told.append(f"{name}: equal{some} to {worst:.2g} of each tensor's largest value{but}")
         return told
 
 
@@ -122,15 +128,15 @@ def equal_steps(evidence: Evidence) -> dict[str, int]:
     return {what: sum(takewhile(bool, (is_equal(step, what) for step in steps))) for what in COMPARED}
 
 
-def largest_error(
+def largest_errors(
     one: OneDevice,
     ranks: Sequence[RunRecord],
     what: str,
     places: Places | None = None,
     steps: int | None = None,
-) -> float | None:
-    """The largest relative error over the first steps, or all; None where there is nothing to compare."""
-    worst: float | None = None
+) -> dict[str, float]:
+    """Tensor -> its largest relative error over the first steps, or all; {} where there is nothing to compare."""
+    found: dict[str, float] = {}
     for index, step in enumerate(one.run.steps[:steps]):
         parts = [getattr(run.steps[index], what) for run in ranks]
         expected = getattr(step, what)
@@ -141,8 +147,8 @@ def largest_error(
                 continue
             off = compare_parts(parts, {name: part}, (), places or {}, relative=-1.0, floor=-1.0)
             errors = [m.relative for m in off if math.isfinite(m.relative)]
-            worst = max([*errors, worst or 0.0])
-    return worst
+            found[name] = max([*errors, found.get(name, 0.0)])
+    return found
 
 
 def cannot(what: str, evidence: str, next: str) -> Answer:
