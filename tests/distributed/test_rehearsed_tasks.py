@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
+from allranks.errors import LayoutError
+from allranks.rehearsing.dryrun import World, rehearse_rank
 from allranks.task import Task
+from allranks.training.prepare import resolve_layout
 from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, session_of
 from tests.distributed.test_rehearsal_laws import ACCUMULATED, SIZES, compare, dynamo
+from tests.rehearsing.test_findings import Hinting
 from tests.rehearsing.tasks import Adversaries, Gathering, Normed, Stepping, Tokens
 
 __all__ = ["dynamo"]
@@ -37,6 +42,35 @@ OTHERS = [
     (Tokens, "fsdp", 2, SKIPPING),
     (Tokens, "pp=2", 2, SKIPPING),
 ]
+
+
+USED = ("fsdp", "pp=2", "ddp,recompute=full", "ddp,compile=block")
+UNUSED = ("ddp", "tp=2", "cp=2", "single")
+
+
+@pytest.mark.parametrize("layout", [*UNUSED, *USED])
+def test_a_hint_for_nothing_is_refused_where_training_refuses_it(pool: Pools, layout: str) -> None:
+    """And is found where training does not look."""
+    world = 1 if layout == "single" else 2
+    config = config_of(layout, "train.global_batch=8")
+
+    def real() -> str:
+        try:
+            session_of(Hinting(), config)
+        except LayoutError as error:
+            return str(error)
+        return ""
+
+    refused = set(pool(world).run(real))
+    try:
+        told = rehearse_rank(Hinting(), config, World(resolve_layout(config, world), world, on_cuda=False), 0)
+    except LayoutError as error:
+        assert refused == {str(error)} and layout in USED
+    else:
+        assert refused == {""} and layout in UNUSED
+        (found,) = told.findings
+        assert "hints().blocks: 'blocks.*' matches no module with parameters; the nearest are layers" in found.what
+        assert not found.fails
 
 
 def check(pool: Pools, kind: type[Task], layout: str, world: int, words: tuple[str, ...]) -> None:

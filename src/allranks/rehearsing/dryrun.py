@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 from allranks.config import Config
 from allranks.errors import AllranksError, TaskError
 from allranks.layout import Layout
+from allranks.parallel.block_modes import check_found
+from allranks.parallel.blocks import find_blocks
 from allranks.parallel.step_record import StepRecord
 from allranks.profiling.fakes import fake_mode
 from allranks.profiling.on_cuda import as_on_cuda
@@ -123,12 +125,20 @@ def _rehearse(
         processes = processes_of(rank, layout, world.backend, world.per_node)
         with starting(type(task).__name__, on_cuda=world.on_cuda):
             told = assemble_rank(task, few.config, processes, ledger, mode)
+            _check_compiled(task, told, world.layout)
         # On a GPU a batch waits in pinned memory, and one micro-step of it at a time is brought; stages bring all.
         waits = world.on_cuda and told.spread.stages is None
         found = _watch(task, told, ledger, mode, rank, full=full, few=few, waits=waits)
         if told.spread.stages is not None and found.stage == 0:
             crossings.learn(told.spread.stages.scheduler.transport)
         return found
+
+
+def _check_compiled(task: Task, told: RankStep, layout: Layout) -> None:
+    """Training looks for the blocks that it compiles, which here run uncompiled. LayoutError as there."""
+    if layout.compile == "block":
+        found = find_blocks({which: told.spread.bare(which) for which in told.spread.modules}, task.hints().blocks)
+        check_found(found, layout)
 
 
 def _watch(
@@ -253,7 +263,7 @@ def mark_state(told: RankStep, ledger: Ledger) -> None:
             if not buffer.is_meta:
                 ledger.mark(buffer, "weights")
     for kept in () if told.step.guard is None else told.step.guard.held:
-        ledger.mark(kept, "other", "buffers before the step")
+        ledger.mark(kept, "other", "the guard")
     for optimizer in told.optimizers.by_name.values():
         names = {id(tensor): name for name, tensor in spread.updatable().items()}
         for parameter, state in optimizer.state.items():

@@ -34,6 +34,7 @@ from allranks.stepping.passes import Forward, Passes, Scale, StepSums
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.session import make_agreement, make_passes, make_schedule, open_stream, spread_task
 from allranks.stepping.spikes import make_judge
+from allranks.stepping.start_check import Meeting, check_coupling, check_step
 from allranks.stepping.step import Step
 from allranks.stepping.world import Processes
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
@@ -161,9 +162,12 @@ def assemble_rank(task: Task, config: Config, processes: Processes, ledger: Ledg
     with mode:
         spread = spread_task(task, config, processes, dataset, lambda: built)
         optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
+        check_step(task, spread)
         fixed = task.coupled or has_batch_statistics(spread.modules)
     stream = open_stream(dataset, config, processes, fixed=fixed)
     batch, forward = _first_batch(task, spread, stream, mode, has_step(task))
+    # Whether the loss couples samples, and gathers, takes the values of some: here the Task is taken at its word.
+    check_coupling(task, Meeting(task.coupled, task.coupled, forward, None, ()), processes.mesh.layout)
     with mode:
         outer = make_outer(spread, order=declared_order(dataset))
         ema = None if config.train.ema is None else Ema(spread, config.train.ema)

@@ -30,6 +30,10 @@ from allranks.rehearsing.places import LOSS, UPDATE, Places, answer_to_engine, l
 from allranks.rehearsing.terms import even_bytes, terms_of, waits_of
 
 
+REDUCER = "DDP's reducer (torch.distributed.ddp.reducer)"
+"""What asks for buckets where training runs, by the name that it has in a profile; here its twin does."""
+
+
 @final
 class Watch(TorchDispatchMode):
     """Looks on inside, where `mode` makes the tensors.
@@ -137,6 +141,7 @@ class Watch(TorchDispatchMode):
         num_bytes = sent_bytes(args) if short == "send" else moved
         line = line_that_asked()
         once, uneven = "parallel/replica_twin.py" in line, "parallel/gather.py" in line
+        line = REDUCER if once else line
         module = self.places.running
         if torch._C._current_graph_task_id() != -1:
             asked = "" if once else self.places.called_by(module)  # a bucket is no single module's
