@@ -1,4 +1,4 @@
-"""A dry run against the real step for Tasks besides a language model's: steps of their own, and buffers that are learnt.
+"""A dry run against the real step for Tasks besides a language model's: steps of their own, buffers that are learnt.
 
 As in `test_rehearsal_laws.py`: memory within 2%, messages exactly.
 """
@@ -14,8 +14,8 @@ from allranks.training.prepare import resolve_layout
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
 from tests.distributed.test_rehearsal_laws import ACCUMULATED, SIZES, compare, dynamo
-from tests.rehearsing.test_findings import Hinting
 from tests.rehearsing.tasks import Adversaries, Gathering, Normed, Stepping, Tokens
+from tests.rehearsing.test_findings import Hinting
 
 __all__ = ["dynamo"]
 

@@ -153,8 +153,9 @@ def processes_of(rank: int, layout: Layout, backend: str, per_node: int) -> Proc
 def assemble_rank(task: Task, config: Config, processes: Processes, ledger: Ledger, mode: Any) -> RankStep:
     """As `stepping.session.assemble`, without what looks at values.
 
-    That is what examines the first samples, and the sentinels (`watch`): in a step they make no tensor and send nothing,
-    and whether the generators, the samples and the rates are right is nothing to a dry run.
+    That is what examines the first samples, and the sentinels (`watch`): in a step they make no tensor and send
+    nothing, and whether the generators, the samples and the rates are right is nothing to a dry run. On a GPU the
+    guard's judgement stays there: a few numbers, and behind the update one learnt buffer more at a time.
     """
     dataset = task.dataset("train")
     declared_order(dataset)

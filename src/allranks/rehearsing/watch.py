@@ -29,7 +29,6 @@ from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.places import LOSS, UPDATE, Places, answer_to_engine, line_that_asked, puts_back, starred
 from allranks.rehearsing.terms import even_bytes, terms_of, waits_of
 
-
 REDUCER = "DDP's reducer (torch.distributed.ddp.reducer)"
 """What asks for buckets where training runs, by the name that it has in a profile; here its twin does."""
 

@@ -3,7 +3,7 @@
 Three kinds of code cannot run on tensors without values, and are answered here, each by name:
 
     torch's DeviceMesh and our Mesh.peers    index the tensor of all ranks: they run outside of fakes
-    what waits for other ranks' answers      votes (pipeline warm-ups, what step() yields), headers, gloo's lines, counts
+    what waits for other ranks' answers      votes (of pipelines, of step(), of spikes), headers, gloo's lines, counts
     DTensor's propagation of placements      gets a mode of its own, so that its whole shapes are not counted as ours
 
 Everything else of a step runs as it is (law 10).
