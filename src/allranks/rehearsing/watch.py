@@ -167,7 +167,7 @@ def written_by(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

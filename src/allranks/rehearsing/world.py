@@ -6,7 +6,7 @@ Three kinds of code cannot run on tensors without values, and are answered here,
     what waits for other ranks' answers      votes (of pipelines, of step(), of spikes), headers, gloo's lines, counts
     DTensor's propagation of placements      gets a mode of its own, so that its whole shapes are not counted as ours
 
-Everything else of a step runs as it is (law 10).
+What else runs otherwise than in training (law 10) is listed in docs/explanation/decisions/rehearsing.md.
 """
 
 import functools
