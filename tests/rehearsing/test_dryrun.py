@@ -192,6 +192,7 @@ def test_the_guard_keeps_the_buffers_that_a_step_changes() -> None:
     for layout, world in (("single", 1), ("ddp", 2), ("fsdp", 2)):
         assert guarded(Normed(), layout, world) == learnt
     assert guarded(Tokens(layers=2), "ddp", 2) == guarded(Tokens(layers=2), "pp=2", 2) == 0
+    assert guarded(Tokens(layers=2), "ddp", 2, "train.precision=float16") == 0
     assert guarded(Tokens(layers=2), "ddp", 2, "guard.spike=skip") == 8 * STORED + 8
 
 

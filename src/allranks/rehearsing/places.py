@@ -20,6 +20,8 @@ ENGINE = tuple(
 )
 WHO_SKIP = ("/stepping/optimizer.py", "/stepping/ema.py")
 """Their `update` reads whether the step is left out."""
+PUT_BACK = ("buffers_kept", "put_back")
+"""Of stepping, what gives buffers their values again: after a pass that does not count, or a step that is left out."""
 REHEARSING = f"{PACKAGE}/rehearsing/"
 RECORD = f"{PACKAGE}/parallel/step_record.py"
 """Looks on, as the rehearsal does, and asks for nothing."""
@@ -164,7 +166,7 @@ def answer_to_engine() -> float | None:
 def puts_back() -> bool:
     """Whether the engine is about to give buffers the values again that they had."""
     inner = next((f.f_code for f in _frames() if not f.f_code.co_filename.startswith((TORCH, "<", REHEARSING))), None)
-    return inner is not None and inner.co_name == "buffers_kept" and inner.co_filename.startswith(PACKAGE)
+    return inner is not None and inner.co_name in PUT_BACK and inner.co_filename.startswith(f"{PACKAGE}/stepping/")
 
 
 def _is_outer(code: CodeType) -> bool:
