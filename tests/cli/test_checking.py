@@ -144,6 +144,25 @@ def test_the_real_command_rehearses_what_it_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_layout_of_a_task_with_its_own_step_is_kept() -> None:
+    folder = Path(__file__).parents[2]
+    words = (
+        "plan",
+        "examples/gan/task.py",
+        "--cluster",
+        "1x2:cpu",
+        "--layout",
+        "ddp",
+        "--micro-batch",
+        "32",
+        "--check",
+        "--json",
+    )
+    (checked,) = json.loads(allranks(*words, folder=folder).stdout)["checked"]
+    assert (checked["layout"], checked["outcome"]) == ("dp_replicate=2", "stands")
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_best_few_of_a_search_are_rehearsed(tmp_path: Path) -> None:
     """The best recomputes selectively, on shards."""

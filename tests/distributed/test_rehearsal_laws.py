@@ -8,11 +8,13 @@ That a real step leaves nothing behind is looked at, too: what a dry run then co
 """
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from allranks.rehearsing.dryrun import World, rehearse_rank
+from allranks.task import Task
 from allranks.training.prepare import resolve_layout
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of
@@ -85,7 +87,14 @@ def dynamo() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def compare(pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]) -> None:
+def compare(
+    pool: Pools,
+    kind: type[Task],
+    layout: str,
+    world: int,
+    words: tuple[str, ...],
+    sizes: Mapping[str, Any] = SIZES,
+) -> None:
     """The first and the last rank."""
     given = ("train.global_batch=8", "train.max_norm=1.0", *words)
     precision = next((word.partition("precision=")[2] for word in words if "precision" in word), "float32")
@@ -95,14 +104,14 @@ def compare(pool: Pools, kind: type[Tokens], layout: str, world: int, words: tup
         from allranks.rehearsing.reality import measure_step
         from tests.distributed.sessions import session_of
 
-        measured = measure_step(session_of(kind(**SIZES), config))
+        measured = measure_step(session_of(kind(**sizes), config))
         return measured.peak_bytes, measured.resting_bytes, measured.left_bytes, dict(measured.collectives)
 
     pool(world).close()  # of the rank's threads it asks each whether it is idle: those of earlier groups are many
     measured = pool(world).run(real, timeout=240)
     found = resolve_layout(config, world)
     for rank in {0, world - 1}:
-        told = rehearse_rank(kind(**SIZES), config, World(found, world, on_cuda=False), rank)
+        told = rehearse_rank(kind(**sizes), config, World(found, world, on_cuda=False), rank)
         peak, resting, left, messages = measured[rank]
         assert left < CLOSE / 2 * peak
         if kind is Experts:

@@ -7,12 +7,14 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 from allranks.config import Config, resolve_config
 from allranks.layout import Layout
 from allranks.losses import cross_entropy
 from allranks.models.moe import MoETransformer, Router
 from allranks.models.transformer import Transformer
+from allranks.parallel.batchnorm import Mode
 from allranks.rehearsal import RankRehearsal
 from allranks.rehearsing.dryrun import World, rehearse_rank
 from allranks.task import Hints, Task
@@ -119,6 +121,82 @@ class EvenExperts(Experts):
         for block in blocks:
             block.feed_forward.router = InTurn(self.hidden, 4, 2)
         return model
+
+
+class Adversaries(Task):
+    """Two models that train against each other, by a step of its own."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"train.steps": 4, "train.global_batch": 64}
+
+    width: int = 256
+    given: int = 64
+
+    def model(self) -> Any:
+        ends = {"generator": (16, self.given), "critic": (self.given, 1)}
+        return {
+            name: nn.Sequential(nn.Linear(first, self.width), nn.ReLU(), nn.Linear(self.width, last))
+            for name, (first, last) in ends.items()
+        }
+
+    def dataset(self, split: str) -> Any:
+        return torch.randn(256, self.given, generator=torch.Generator().manual_seed(0)) if split == "train" else None
+
+    def optimizer(self, parameters: Any) -> Any:
+        return {name: torch.optim.Adam(parameters[name]) for name in ("critic", "generator")}
+
+    def step(self, models: Any, batch: Any) -> Any:
+        """First the critic's loss, then the generator's, which leaves gradients on both."""
+        drawn = models["generator"](torch.randn(len(batch), 16, device=batch.device))
+        critic = models["critic"]
+        yield "critic", (functional.softplus(-critic(batch)) + functional.softplus(critic(drawn.detach()))).sum(), 1
+        yield "generator", functional.softplus(-critic(drawn)).sum(), 1
+
+
+class Gathering(Adversaries):
+    """Its critic compares the drawn rows of all ranks."""
+
+    coupled = True
+
+    def step(self, models: Any, batch: Any) -> Any:
+        """One loss, of both."""
+        drawn = self.world.gather(models["generator"](torch.randn(len(batch), 16, device=batch.device)))
+        yield "generator", functional.softplus(-models["critic"](drawn)).sum(), len(batch)
+        yield "critic", functional.softplus(models["critic"](batch)).sum(), len(batch)
+
+
+class Stepping(Tokens):
+    """One model whose step is its own, of two losses."""
+
+    def step(self, model: Any, batch: Any) -> Any:
+        """The same loss twice."""
+        for _ in range(2):
+            yield "", cross_entropy(model(batch["tokens"]), batch["y"]), batch["y"].numel()
+
+
+class Normed(Task):
+    """Layers with BatchNorm, whose statistics a forward changes; and a table, which none does."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"train.steps": 4, "train.global_batch": 16}
+
+    width: int = 2048
+    batchnorm: Mode | None = None
+
+    def model(self) -> nn.Module:
+        ends = ((32, self.width), (self.width, 16), (16, self.width))
+        parts = [nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()) for a, b in ends]
+        model = nn.Sequential(*parts, nn.Linear(self.width, 10))
+        model.register_buffer("table", torch.zeros(32, self.width))
+        return model
+
+    def dataset(self, split: str) -> Any:
+        data = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+        return [(row, 3) for row in data] if split == "train" else None
+
+    def hints(self) -> Hints:
+        return Hints(batchnorm=self.batchnorm)
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, batch[1], reduction="sum")
 
 
 class Layered(Task):

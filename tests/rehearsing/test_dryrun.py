@@ -12,7 +12,9 @@ import torch
 from allranks.errors import ConfigError
 from allranks.rehearsal import RankRehearsal
 from allranks.rehearsing.dryrun import WORKSPACE_BYTES, collecting_new
-from tests.rehearsing.tasks import Experts, Tokens, rehearsed
+from allranks.stepping.spikes import STORED
+from allranks.task import Task
+from tests.rehearsing.tasks import Experts, Normed, Stepping, Tokens, rehearsed
 
 EVERY_AXIS = [
     (Tokens, "ddp", 4),
@@ -108,13 +110,6 @@ def test_ranges_that_a_rollback_left_out_are_not_those_of_a_shorter_step() -> No
     assert after.peak_bytes == whole.peak_bytes and after.micro_steps == 5
 
 
-class Stepping(Tokens):
-    """With a step of its own."""
-
-    def step(self, *given: Any) -> Any:
-        """Not reached."""
-
-
 @pytest.mark.parametrize(
     ("kind", "layout", "word"),
     [
@@ -182,6 +177,44 @@ def test_every_message_has_the_line_that_asked_for_it() -> None:
     assert backward and all(re.search(r", allranks/models/transformer.py:\d+ \w+$", line) for line in backward)
     gathers = [one for one in told.collectives if one.axis == "dp_shard" and one.line.startswith("allranks/models")]
     assert sum(one.count for one in gathers) == 3
+
+
+@pytest.mark.parametrize("words", [(), ("train.micro_batch=1",)])
+def guarded(task: Task, layout: str, world: int, *words: str) -> int:
+    """Bytes that the guard of a step keeps at its peak."""
+    return sum(one.bytes for one in rehearsed(task, layout, world, *words).holdings if one.module == "the guard")
+
+
+def test_the_guard_keeps_the_buffers_that_a_step_changes() -> None:
+    """Not a table of zeros, which no forward moves, nor those that a pass which does not count has put back."""
+    widths = (2048, 16, 2048)
+    learnt = sum(2 * 4 * width + 8 for width in widths)  # mean, variance and a counter
+    for layout, world in (("single", 1), ("ddp", 2), ("fsdp", 2)):
+        assert guarded(Normed(), layout, world) == learnt
+    assert guarded(Tokens(layers=2), "ddp", 2) == guarded(Tokens(layers=2), "pp=2", 2) == 0
+    assert guarded(Tokens(layers=2), "ddp", 2, "train.precision=float16") == 0
+    assert guarded(Tokens(layers=2), "ddp", 2, "guard.spike=skip") == 8 * STORED + 8
+
+
+def test_spikes_are_agreed_upon_once_a_step() -> None:
+    plain, skipping = (totals(rehearsed(Tokens(), "ddp", 2, f"guard.spike={how}")) for how in ("log", "skip"))
+    num_bytes, count = skipping.pop(("dp_replicate", "all-reduce"))
+    assert plain.pop(("dp_replicate", "all-reduce")) == (num_bytes - 4, count - 1)
+    assert plain == skipping
+
+
+def test_a_step_of_its_own_is_traced_whole() -> None:
+    told = rehearsed(Stepping(layers=7), "ddp", 2, "train.global_batch=10", "train.micro_batch=1")
+    assert (told.traced, told.blocks, told.micro_steps) == (7, 7, 5)
+    parameters = sum(p.numel() for p in Stepping(layers=7).model().parameters())
+    reduced = sum(one.bytes for one in told.collectives if "average_gradients" in one.line)
+    assert reduced == 2 * 4 * parameters  # in each of two turns
+
+
+def test_buckets_are_asked_for_by_ddps_reducer(words: tuple[str, ...]) -> None:
+    """Not by what stands in its place here, which a profile of training does not show."""
+    buckets = [one for one in rehearsed(Tokens(), "ddp", 2, *words).collectives if one.bytes > 4]
+    assert [one.line for one in buckets] == ["backward of the model, DDP's reducer (torch.distributed.ddp.reducer)"]
 
 
 def test_a_gpu_gathers_in_bfloat16() -> None:

@@ -10,7 +10,7 @@ from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.hints import Hints, TensorStyle
 from allranks.rehearsing.refusals import Unrehearsable
 from allranks.rehearsing.world_of_ranks import choose_ranks
-from tests.rehearsing.tasks import Calling, Layered, Tokens, branch, configured, mixed, rehearsed
+from tests.rehearsing.tasks import Adversaries, Calling, Layered, Stepping, Tokens, branch, configured, mixed, rehearsed
 
 
 class Branching(Layered):
@@ -109,6 +109,19 @@ class Idle(Layered):
         return model
 
 
+class Several(Layered):
+    """Two models, and no step."""
+
+    def model(self) -> Any:
+        return {"one": super().model(), "two": nn.Linear(2, 2)}
+
+
+class Coupled(Tokens):
+    """Its loss couples samples, says its author."""
+
+    coupled = True
+
+
 BROKEN = [
     (
         "a branch on a value",
@@ -187,6 +200,51 @@ BROKEN = [
         LayoutError,
         r"model\(\) has none.*leave ep out",
     ),
+    (
+        "several modules without a step",
+        Several,
+        "ddp",
+        2,
+        (),
+        TaskError,
+        r"model\(\) returned several modules \(one, two\): Several needs a step\(models, batch\)",
+    ),
+    (
+        "a step whose sequences are cut",
+        Stepping,
+        "cp=2",
+        2,
+        (),
+        LayoutError,
+        r"cuts the batch of one forward and one loss, and Stepping has a step\(\) of its own: leave cp out",
+    ),
+    (
+        "a step in a pipeline",
+        Stepping,
+        "pp=2",
+        2,
+        (),
+        TaskError,
+        r"Stepping has a step\(\) of its own, and pp=2 orders forwards and backwards itself: write loss",
+    ),
+    (
+        "coupled samples whose positions are cut",
+        Coupled,
+        "cp=2,dp_shard=2",
+        4,
+        (),
+        LayoutError,
+        r"the loss of Coupled couples samples, and cp=2 gives each rank other positions.*leave cp out",
+    ),
+    (
+        "nothing to compile",
+        Layered,
+        "ddp,compile=block",
+        2,
+        (),
+        LayoutError,
+        r"compile=block changes the model block by block, and no part of it repeats: name its parts in hints",
+    ),
 ]
 
 
@@ -237,6 +295,25 @@ def test_hints_that_match_nothing_are_found_where_the_layout_does_not_use_them()
     assert "nearest are" in found[1].what and found[1].next == "mend it: a layout with pp is refused by it"
     assert {one.kind for one in found} == {"hint"} and not any(one.fails for one in found)
     assert rehearsed(Led(), "ddp", 2).findings == ()
+
+
+class Neglecting(Adversaries):
+    """Its last loss is the critic's; and nobody's reaches the generator's last bias."""
+
+    def step(self, models: Any, batch: Any) -> Any:
+        """Two losses."""
+        generator, critic = models["generator"], models["critic"]
+        drawn = nn.functional.linear(generator[:-1](batch[:, :16]), generator[-1].weight)
+        yield "generator", critic(drawn).sum(), len(batch)
+        yield "critic", critic(batch).sum(), len(batch)
+
+
+def test_parameters_that_no_loss_of_several_reaches_are_found() -> None:
+    """What another turn's loss has updated is not among them."""
+    for layout in ("single", "ddp"):
+        (found,) = rehearsed(Neglecting(), layout, 1 if layout == "single" else 2).findings
+        assert found.what == "generator.2.bias get no gradient"
+    assert rehearsed(Adversaries(), "fsdp", 2).findings == ()
 
 
 def test_parameters_that_the_loss_does_not_reach_are_found() -> None:

@@ -1,5 +1,7 @@
 """The engine's reads are answered, the user's are not; FLOPs are torch's."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,9 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 
 from allranks.errors import TaskError
+from allranks.profiling.fakes import fake_mode
 from allranks.rehearsing.refusals import Unrehearsable
+from allranks.rehearsing.watch import written_by
 from tests.rehearsing.tasks import Calling, Layered, Tokens, branch, mixed, rehearsed
 
 
@@ -37,6 +41,23 @@ class Branching(Layered):
 def test_the_users_reads_have_no_answer(kind: type[Layered]) -> None:
     with pytest.raises(Unrehearsable, match=r"_local_scalar_dense.*\.py:\d+"):
         rehearsed(kind(), "ddp", 2)
+
+
+def test_what_an_operation_writes_to() -> None:
+    """By its schema; a BatchNorm's says of none, and moves its statistics where it trains."""
+    aten = torch.ops.aten
+    with fake_mode():
+        one, other, rows = torch.zeros(2), torch.ones(2), torch.zeros(3, 2)
+    cases: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]]] = [
+        (aten.add_.Tensor, (one, other), {}, [one]),
+        (aten.add.Tensor, (one, other), {}, []),
+        (aten.add.out, (one, one), {"out": other}, [other]),
+        (aten.native_batch_norm.default, (rows, None, None, one, other, True, 0.1, 1e-5), {}, [one, other]),
+        (aten.native_batch_norm.default, (rows, None, None, one, other, False, 0.1, 1e-5), {}, []),
+    ]
+    for func, args, kwargs, written in cases:
+        found = written_by(func._schema.name, func, args, kwargs)
+        assert [*map(id, found)] == [*map(id, written)], func
 
 
 def test_flops_of_a_step() -> None:

@@ -86,8 +86,8 @@ def test_on_a_processor_there_is_none() -> None:
     told = rehearse(question("1x2:cpu", "ddp", 0))
     assert told.margin_bytes == 0
     assert told.decisions == ()
-    assert [line.partition(":")[0] for line in told.unrehearsed][:3] == [
-        *("values", "speed", "batches other than the first"),
+    assert [line.partition(":")[0] for line in told.unrehearsed][:5] == [
+        *("values", "speed", "batches other than the first", "samples", "what is no part of a step"),
     ]
     assert told.unrehearsed[-1].startswith("ranks other than rank 0:")
 

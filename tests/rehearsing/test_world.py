@@ -15,6 +15,7 @@ from allranks.parallel.mesh import build_mesh
 from allranks.profiling.fakes import fake_mode
 from allranks.rehearsing.rank_step import environment_of
 from allranks.rehearsing.world import fake_world, launched_as
+from allranks.stepping import alternating, spikes
 
 
 def test_the_environment_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +46,16 @@ def test_a_rank_of_many() -> None:
             dist.all_reduce(gathered)
     assert not dist.is_initialized()
     assert (DeviceMesh.__dict__["mesh"], expert.count_rows, dist.get_backend) == before
+
+
+def test_other_ranks_have_what_this_one_has() -> None:
+    with fake_world(0, 4, "gloo"):
+        group = dist.group.WORLD
+        assert group is not None
+        assert alternating.add_up([16.0, 1.0, 0.0], group) == [64.0, 4.0, 0.0]
+        on_any_rank = vars(spikes)["on_any_rank"]
+        assert [on_any_rank(flag, torch.device("cpu"), group) for flag in (True, False)] == [True, False]
+        assert on_any_rank(True, torch.device("cpu"), None)
 
 
 def test_what_fails_is_told_once() -> None:

@@ -49,18 +49,23 @@ def change_blocks(
             f"offload={layout.offload} moves what waits for the backward from an accelerator to the host's memory, and "
             "this device is the CPU: leave it out, or use recompute=full"
         )
+    check_found(found, layout)
     names = {f"{which}.{name}" if which else name: (which, name) for which in found for name in found[which]}
-    if not names:
-        raise LayoutError(
-            f"{' and '.join(_written(layout))} changes the model block by block, and no part of it repeats: name its "
-            "parts in hints().blocks"
-        )
     offloader = Offloader(device) if layout.offloads_activations else None
     for logical, (which, name) in names.items():
         block = modules[which].get_submodule(name)
         # An attribute of this one module, before its class's.
         block.forward = _changed(logical, block, layout, offloader)
     return _describe(list(names), layout)
+
+
+def check_found(found: Mapping[str, Sequence[str]], layout: Layout) -> None:
+    """LayoutError where a mode of `layout` changes blocks, and `find_blocks` has found none."""
+    if changes_blocks(layout) and not any(found.values()):
+        raise LayoutError(
+            f"{' and '.join(_written(layout))} changes the model block by block, and no part of it repeats: name its "
+            "parts in hints().blocks"
+        )
 
 
 def _changed(name: str, block: nn.Module, layout: Layout, offloader: Offloader | None) -> Forward:

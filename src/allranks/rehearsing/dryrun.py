@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 from allranks.config import Config
 from allranks.errors import AllranksError, TaskError
 from allranks.layout import Layout
+from allranks.parallel.block_modes import check_found
+from allranks.parallel.blocks import find_blocks
 from allranks.parallel.step_record import StepRecord
 from allranks.profiling.fakes import fake_mode
 from allranks.profiling.on_cuda import as_on_cuda
@@ -92,7 +94,8 @@ def rehearse_rank(
 def _rehearse_once(
     task: Task, config: Config, world: World, rank: int, crossings: Crossings, *, full: bool
 ) -> RankRehearsal:
-    if not full:
+    # Of a step of its own a turn's gradients are reduced by name before blocks that are left out are given theirs.
+    if not full and not has_step(task):
         try:
             return _rehearse(task, config, world, rank, crossings, full=False)
         except NotShortened:
@@ -107,7 +110,7 @@ def _rehearse(
         check_window(task, config)
         check_recomputing(task, config, world.layout)
     layout = _for_rehearsal(world, config)
-    few = FewMicroSteps(config) if full or has_step(task) else fewer_micro_steps(config, layout)
+    few = FewMicroSteps(config) if full else fewer_micro_steps(config, layout)
     mode, ledger = fake_mode(), Ledger(CUDA_ROUNDING if world.on_cuda else 1)
     with ExitStack() as stack:
         stack.enter_context(launched_as(environment_of(rank, layout.world_size, world.per_node)))
@@ -122,12 +125,20 @@ def _rehearse(
         processes = processes_of(rank, layout, world.backend, world.per_node)
         with starting(type(task).__name__, on_cuda=world.on_cuda):
             told = assemble_rank(task, few.config, processes, ledger, mode)
+            _check_compiled(task, told, world.layout)
         # On a GPU a batch waits in pinned memory, and one micro-step of it at a time is brought; stages bring all.
         waits = world.on_cuda and told.spread.stages is None
         found = _watch(task, told, ledger, mode, rank, full=full, few=few, waits=waits)
         if told.spread.stages is not None and found.stage == 0:
             crossings.learn(told.spread.stages.scheduler.transport)
         return found
+
+
+def _check_compiled(task: Task, told: RankStep, layout: Layout) -> None:
+    """Training looks for the blocks that it compiles, which here run uncompiled. LayoutError as there."""
+    if layout.compile == "block":
+        found = find_blocks({which: told.spread.bare(which) for which in told.spread.modules}, task.hints().blocks)
+        check_found(found, layout)
 
 
 def _watch(
@@ -144,6 +155,8 @@ def _watch(
     with mode, watch.watching():
         _make_step(task, told, watch)
         _search_unused(told, lambda: _make_step(task, told, watch))
+        if told.step.guard is not None:
+            told.step.guard.begin()  # knows by now which buffers a step changes, and keeps those alone from here on
         mark_state(told, ledger)
         _record_step(task, told, watch, ledger, shortened.blocks)
     repeats = Repeats(shortened.times, few.find_windows(ledger.stretches))
@@ -237,7 +250,7 @@ def _search_unused(told: RankStep, again: Callable[[], None]) -> None:
 
 
 def mark_state(told: RankStep, ledger: Ledger) -> None:
-    """Say what is weights, optimizer state and the batch."""
+    """Say what is weights, optimizer state, the batch, and what the guard keeps."""
     spread = told.spread
     for leaf in pytree.tree_leaves([one.batch for one in told.batch.micro_steps]):
         if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
@@ -249,6 +262,8 @@ def mark_state(told: RankStep, ledger: Ledger) -> None:
         for buffer in module.buffers():
             if not buffer.is_meta:
                 ledger.mark(buffer, "weights")
+    for kept in () if told.step.guard is None else told.step.guard.held:
+        ledger.mark(kept, "other", "the guard")
     for optimizer in told.optimizers.by_name.values():
         names = {id(tensor): name for name, tensor in spread.updatable().items()}
         for parameter, state in optimizer.state.items():

@@ -8,7 +8,7 @@ from torch import nn
 
 from allranks.errors import LayoutError
 from allranks.layout import Layout
-from allranks.parallel.blocks import nearest_to
+from allranks.parallel.blocks import find_blocks, nearest_to
 from allranks.parallel.sequences import find_sequences
 from allranks.parallel.spread import Spread
 from allranks.parameter_map import Entry
@@ -17,6 +17,8 @@ from allranks.task import Hints
 
 LARGE_BYTES = 1 << 20
 """What is smaller may lie whole on every rank."""
+BLOCK_BY_BLOCK = "a layout with pp, FSDP, recompute, offload or compile"
+"""Those that look for the model's blocks."""
 
 
 def unsharded(spread: Spread) -> list[Finding]:
@@ -54,6 +56,11 @@ def unmatched(hints: Hints, layout: Layout, modules: Mapping[str, nn.Module], ba
     members = [(which, name) for which, module in modules.items() for name, _ in module.named_modules() if name]
     names = {name for _, name in members} | {f"{which}.{name}" for which, name in members if which}
     found = []
+    for pattern in hints.blocks:
+        try:
+            find_blocks(modules, (pattern,))
+        except LayoutError as error:
+            found.append(Finding("hint", str(error), f"mend it: {BLOCK_BY_BLOCK} is refused by it"))
     for axis, field, patterns in (("tp", "tensor", hints.tensor), ("pp", "split_before", hints.split_before)):
         for pattern in patterns if getattr(layout, axis) == 1 else ():
             if not any(fnmatchcase(name, pattern) for name in names):

@@ -20,6 +20,9 @@ ENGINE = tuple(
 )
 WHO_SKIP = ("/stepping/optimizer.py", "/stepping/ema.py")
 """Their `update` reads whether the step is left out."""
+PUT_BACK = ("buffers_kept", "put_back")
+"""Of stepping, what gives buffers their values again: after a pass that does not count, or a step that is left out."""
+REHEARSING = f"{PACKAGE}/rehearsing/"
 RECORD = f"{PACKAGE}/parallel/step_record.py"
 """Looks on, as the rehearsal does, and asks for nothing."""
 LOSS = "loss"
@@ -129,7 +132,7 @@ def line_that_asked() -> str:
     ours = ""
     for frame in _frames():
         code = frame.f_code
-        if code.co_filename.startswith((TORCH, "<", RECORD, f"{PACKAGE}/rehearsing/")):
+        if code.co_filename.startswith((TORCH, "<", RECORD, REHEARSING)):
             continue
         if not code.co_filename.startswith(PACKAGE) or code.co_filename.startswith(f"{PACKAGE}/models/"):
             if not _is_outer(code):
@@ -158,6 +161,12 @@ def answer_to_engine() -> float | None:
         whether_skipped = frame.f_code.co_name == "update" and name.endswith(WHO_SKIP) and not by_optimizer
         return 0.0 if whether_skipped else 1.0
     return None
+
+
+def puts_back() -> bool:
+    """Whether the engine is about to give buffers the values again that they had."""
+    inner = next((f.f_code for f in _frames() if not f.f_code.co_filename.startswith((TORCH, "<", REHEARSING))), None)
+    return inner is not None and inner.co_name in PUT_BACK and inner.co_filename.startswith(f"{PACKAGE}/stepping/")
 
 
 def _is_outer(code: CodeType) -> bool:

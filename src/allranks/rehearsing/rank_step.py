@@ -25,12 +25,16 @@ from allranks.profiling.fakes import build_fake, make_fake
 from allranks.rehearsing.host_memory import mark_waiting
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.replay import GIVEN
+from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.ema import Ema
+from allranks.stepping.guards import StepGuard
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import make_outer
 from allranks.stepping.passes import Forward, Passes, Scale, StepSums
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.session import make_agreement, make_passes, make_schedule, open_stream, spread_task
+from allranks.stepping.spikes import make_judge
+from allranks.stepping.start_check import Meeting, check_coupling, check_step
 from allranks.stepping.step import Step
 from allranks.stepping.world import Processes
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
@@ -65,14 +69,17 @@ class RankStep:
 class WatchedPasses(Passes):
     """The passes of training, with a note where they end.
 
+    Args:
+        optimizers: where a step has several losses, each is of one of them, and updates its parameters alone.
+
     Attributes:
         absent: ids of parameters whose blocks are left out: they get a gradient afterwards.
-        unreached: names of those that no loss of the last step has reached, though their blocks ran.
+        unreached: names of those that no loss of the last step has updated, though their blocks ran.
         ended: whether the last backward is done: what runs now is the update.
     """
 
-    def __init__(self, passes: Passes, spread: Spread, ledger: Ledger) -> None:
-        self._passes, self._spread, self._ledger = passes, spread, ledger
+    def __init__(self, passes: Passes, spread: Spread, ledger: Ledger, optimizers: Optimizers) -> None:
+        self._passes, self._spread, self._ledger, self._optimizers = passes, spread, ledger, optimizers
         self.absent: set[int] = set()
         self.recording = self.ended = False
         self.reset: Callable[[], None] = lambda: None
@@ -80,15 +87,22 @@ class WatchedPasses(Passes):
 
     def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
         self.reset()
+        waiting = self._spread.trainable()
         for sums in self._passes.run(batch, scale):
             self.mark()
             self._note(GIVEN)
             self._give()
             self.mark()
+            due = set(map(id, self._optimizers.parameters(sums.which)))
+            waiting = {name: p for name, p in waiting.items() if p.grad is None or id(p) not in due}
+            self.unreached = list(waiting)
             self._note("update")
             self.ended = True
             yield sums
             self.ended = False
+            if isinstance(self._passes, AlternatingPasses):
+                self._note("step()")  # between two losses the Task's own code runs
+        self._note("update")
 
     def _note(self, phase: str) -> None:
         if self.recording:
@@ -96,13 +110,10 @@ class WatchedPasses(Passes):
 
     def _give(self) -> None:
         twins = [module for module in self._spread.modules.values() if isinstance(module, ReplicaTwin)]
-        self.unreached = []
-        for name, parameter in self._spread.trainable().items():
-            if parameter.grad is not None:
+        for parameter in self._spread.trainable().values():
+            if parameter.grad is not None or id(parameter) not in self.absent:
                 continue
-            if id(parameter) not in self.absent:
-                self.unreached.append(name)
-            elif not any(twin.lend(parameter) for twin in twins):
+            if not any(twin.lend(parameter) for twin in twins):
                 with self._ledger.making(self._ledger.find(local(parameter)).memory):
                     parameter.grad = torch.empty_like(parameter)
 
@@ -140,21 +151,30 @@ def processes_of(rank: int, layout: Layout, backend: str, per_node: int) -> Proc
 
 
 def assemble_rank(task: Task, config: Config, processes: Processes, ledger: Ledger, mode: Any) -> RankStep:
-    """As `stepping.session.assemble`, without what looks at values before the first step."""
+    """As `stepping.session.assemble`, without what looks at values.
+
+    That is what examines the first samples, and the sentinels (`watch`): in a step they make no tensor and send
+    nothing, and whether the generators, the samples and the rates are right is nothing to a dry run. On a GPU the
+    guard's judgement stays there: a few numbers, and behind the update one learnt buffer more at a time.
+    """
     dataset = task.dataset("train")
     declared_order(dataset)
     built, decisions = build_fake(task.model, mode)
     with mode:
         spread = spread_task(task, config, processes, dataset, lambda: built)
         optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
+        check_step(task, spread)
         fixed = task.coupled or has_batch_statistics(spread.modules)
     stream = open_stream(dataset, config, processes, fixed=fixed)
     batch, forward = _first_batch(task, spread, stream, mode, has_step(task))
+    # Whether the loss couples samples, and gathers, takes the values of some: here the Task is taken at its word.
+    check_coupling(task, Meeting(task.coupled, task.coupled, forward, None, ()), processes.mesh.layout)
     with mode:
         outer = make_outer(spread, order=declared_order(dataset))
         ema = None if config.train.ema is None else Ema(spread, config.train.ema)
         scaler = Scaler(processes.device, processes.world_group) if spread.precision.scales else None
-        passes = WatchedPasses(make_passes(task, forward, optimizers, processes), spread, ledger)
+        passes = WatchedPasses(make_passes(task, forward, optimizers, processes), spread, ledger, optimizers)
+        guard = StepGuard(spread, make_judge(task, config, processes))
         step = Step(
             spread,
             passes,
@@ -167,6 +187,7 @@ def assemble_rank(task: Task, config: Config, processes: Processes, ledger: Ledg
             outer=outer,
             ema=ema,
             scaler=scaler,
+            guard=guard,
         )
     mark_waiting(spread, ledger)
     if ema is not None:

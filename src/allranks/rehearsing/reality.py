@@ -117,7 +117,7 @@ def measure_cuda_step(session: Session) -> Measured:
 
 
 def resting_bytes(session: Session, batch: StepBatch) -> int:
-    """Parameters, buffers, optimizer state, the batch, DDP's buckets of gradients, and what stages receive into.
+    """Parameters, buffers and the guard's copies, optimizer state, the batch, DDP's buckets, what stages receive into.
 
     With the gradients of what they received, where these stay."""
     spread = session.spread
@@ -127,6 +127,7 @@ def resting_bytes(session: Session, batch: StepBatch) -> int:
     for optimizer in session.optimizers.by_name.values():
         states = (value for state in optimizer.state.values() for value in state.values())
         held += [local(value) for value in states if isinstance(value, torch.Tensor)]
+    held += [] if session.step.guard is None else session.step.guard.held
     if spread.stages is not None:
         into = spread.stages.scheduler.received_into
         # torch's schedules that cut the backward in two drop these only when the next step begins.

@@ -26,8 +26,11 @@ from allranks.rehearsed_messages import Message
 from allranks.rehearsing.groups import GroupNames
 from allranks.rehearsing.kernels import Kernels
 from allranks.rehearsing.ledger import Ledger
-from allranks.rehearsing.places import LOSS, UPDATE, Places, answer_to_engine, line_that_asked, starred
+from allranks.rehearsing.places import LOSS, UPDATE, Places, answer_to_engine, line_that_asked, puts_back, starred
 from allranks.rehearsing.terms import even_bytes, terms_of, waits_of
+
+REDUCER = "DDP's reducer (torch.distributed.ddp.reducer)"
+"""What asks for buckets where training runs, by the name that it has in a profile; here its twin does."""
 
 
 @final
@@ -56,6 +59,9 @@ class Watch(TorchDispatchMode):
         self._ignored = {group.group_name for group in ignored if group is not None}
         modules = {which: spread.bare(which) for which in spread.modules}
         self.places = Places(modules)
+        # Buffers as they are before the first step; what is written to, or put in one's place, is not among them.
+        buffers = (buffer for module in modules.values() for buffer in module.buffers() if not buffer.is_meta)
+        self._untouched = {_key(buffer): ledger.find(buffer) for buffer in buffers}
         self._chunked = {
             name
             for which, module in modules.items()
@@ -86,6 +92,9 @@ class Watch(TorchDispatchMode):
             if answer is not None:
                 return answer if args[0].dtype.is_floating_point else int(answer)
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+        if name == "aten::equal" and answer_to_engine() is not None:
+            # The guard asks whether the first step has left a buffer as it was.
+            return self._untouched.get(_key(args[0])) is self._ledger.find(args[0])
         if name.startswith("c10d::") and boxed is not None:
             group = dist.ProcessGroup.unbox(boxed)
             self._tell(Call(name.removeprefix("c10d::"), group, args), waits=waits_of(func, args))
@@ -106,6 +115,10 @@ class Watch(TorchDispatchMode):
                 stored = ledger.find(tensor, inputs, category)
                 if self.places.accumulating and stored.category in (None, "logits"):
                     stored.category = "gradients"  # made as part of a backward, and taken as it is
+        if self._untouched:
+            written = [key for key in map(_key, written_by(name, func, args, kwargs)) if key in self._untouched]
+            for key in [] if written and puts_back() else written:
+                del self._untouched[key]
         now = ledger.now
         if now is not None:
             now.flops += count_flops(func, args, kwargs, found)
@@ -127,6 +140,7 @@ class Watch(TorchDispatchMode):
         num_bytes = sent_bytes(args) if short == "send" else moved
         line = line_that_asked()
         once, uneven = "parallel/replica_twin.py" in line, "parallel/gather.py" in line
+        line = REDUCER if once else line
         module = self.places.running
         if torch._C._current_graph_task_id() != -1:
             asked = "" if once else self.places.called_by(module)  # a bucket is no single module's
@@ -141,6 +155,22 @@ class Watch(TorchDispatchMode):
             axis, collective_name(short), num_bytes, group.size(), line, once, members, uneven, *alike, *where
         )
         now.messages.append(message)
+
+
+def written_by(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+    """The tensors that an operation writes to."""
+    if name == "aten::native_batch_norm":  # says so of none, and moves its running statistics
+        return _tensors(args[3:5], {}) if args[5] else ()
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    named = {told.name for told in schema.arguments if told.alias_info is not None and told.alias_info.is_write}
+    placed = [value for told, value in zip(schema.arguments, args, strict=False) if told.name in named]
+    return _tensors(placed, [value for name, value in kwargs.items() if name in named])
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -3,10 +3,10 @@
 Three kinds of code cannot run on tensors without values, and are answered here, each by name:
 
     torch's DeviceMesh and our Mesh.peers    index the tensor of all ranks: they run outside of fakes
-    what waits for other ranks' answers      pipeline warm-up votes, headers, gloo's lines, counts of routed tokens
+    what waits for other ranks' answers      votes (of pipelines, of step(), of spikes), headers, gloo's lines, counts
     DTensor's propagation of placements      gets a mode of its own, so that its whole shapes are not counted as ours
 
-Everything else of a step runs as it is (law 10).
+What else runs otherwise than in training (law 10) is listed in docs/explanation/decisions/rehearsing.md.
 """
 
 import functools
@@ -32,7 +32,7 @@ from allranks.parallel.stage_schedule import Scheduler, View
 from allranks.parallel.stage_transport import Sent, Signature, Transport
 from allranks.process_environment import ProcessEnvironment, changed_environment
 from allranks.rehearsing.crossings import Crossings, check_entry
-from allranks.stepping import scheduled
+from allranks.stepping import alternating, scheduled, spikes
 
 _ON_REAL_TENSORS = {"get_local_rank", "_flatten", "__getitem__", "size", "_get_slice_mesh_layout"}
 _OURS_ON_REAL_TENSORS = (
@@ -119,6 +119,8 @@ def _stepping_aside(backend: str, crossings: Crossings) -> Iterator[None]:
         put(View, "which", _Turns())
         put(Scheduler, "_run_scheduled", _holding_sent(Scheduler._run_scheduled))
         put(scheduled, "agree_on", _agree_with_oneself)
+        put(alternating, "add_up", _add_up_alike)
+        put(spikes, "on_any_rank", _on_any_as_here)
         put(gather, "_counts", _as_many_rows)
         put(Transport, "hear", hear)
         put(Pipeline, "_enter", _checked(Pipeline._enter))
@@ -172,6 +174,19 @@ def _agree_with_oneself(flags: Sequence[bool], group: dist.ProcessGroup, device:
     """All ranks have what this one has: the message is sent, and nobody's answer is read."""
     dist.all_reduce(torch.tensor([float(flag) for flag in flags], device=device), dist.ReduceOp.MIN, group)
     return list(flags)
+
+
+def _add_up_alike(counts: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+    """All ranks count what this one does: as much, under the same names."""
+    dist.all_reduce(torch.tensor(counts, dtype=torch.float64), group=group)
+    return [dist.get_world_size(group) * count for count in counts]
+
+
+def _on_any_as_here(flag: bool, device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """No rank has what this one has not."""
+    if group is not None:
+        dist.all_reduce(torch.tensor(float(flag), device=device), dist.ReduceOp.MAX, group)
+    return flag
 
 
 def _holding_sent(run_scheduled: Callable[..., None]) -> Callable[..., None]:

@@ -29,6 +29,14 @@ COUPLES_OWN_ONLY = (
 )
 
 
+def add_up(counts: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+    """The sum of each of `counts` over the ranks of `group`; collective, on the host."""
+    told = torch.tensor(counts, dtype=torch.float64)
+    dist.all_reduce(told, group=group)
+    found: list[float] = told.tolist()
+    return found
+
+
 class AlternatingPasses(Passes):
     """Rounds of forward, yield, backward over the micro-steps, until the generators end.
 
@@ -120,13 +128,13 @@ class AlternatingPasses(Passes):
         names = [*self._optimizers.by_name, None]
         due = set(map(id, self._optimizers.parameters(which))) if which is not None else set()
         flags = [float(p.grad is not None and id(p) in due) for p in self._whole]
-        counts = torch.tensor([targets, *(name == which for name in names), *flags], dtype=torch.float64)
+        counts = [float(targets), *(float(name == which) for name in names), *flags]
         if self._group is not None:
-            dist.all_reduce(counts, group=self._group)
-            told = [name for name, ranks in zip(names, counts[1:].tolist(), strict=False) if ranks]
+            counts = add_up(counts, self._group)
+            told = [name for name, ranks in zip(names, counts[1:], strict=False) if ranks]
             if len(told) > 1:
                 raise TaskError(_disagreement(told, turn, "ranks"))
-            used = [p for p, ranks in zip(self._whole, counts[1 + len(names) :].tolist(), strict=True) if ranks]
+            used = [p for p, ranks in zip(self._whole, counts[1 + len(names) :], strict=True) if ranks]
             experts = self._spread.experts
             cut = {} if experts is None else experts.parameters
             if experts is not None:
@@ -134,7 +142,7 @@ class AlternatingPasses(Passes):
             group = self._spread.mesh.gradient_group
             if group is not None:  # else this is one of the copies of local_sgd, by itself
                 average_gradients([p for p in used if id(p) not in cut], [group], self._spread.divisor, used=True)
-        return torch.full((), float(counts[0]), dtype=torch.float64, device=self._spread.device)
+        return torch.full((), counts[0], dtype=torch.float64, device=self._spread.device)
 
     def _drop_gradients(self) -> None:
         for parameter in self._spread.trainable().values():

@@ -31,6 +31,12 @@ class StepGuard:
         self._spread, self._spikes = spread, spikes
         self._buffers = LearntBuffers(spread)
 
+    @property
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """What it keeps from step to step: learnt buffers as they were, and of spikes what was seen."""
+        seen = () if self._spikes is None else tuple(tensor for _, tensor in self._spikes.parts())
+        return (*self._buffers.kept, *seen)
+
     def begin(self) -> None:
         """Before the forwards of a step."""
         self._buffers.keep()
@@ -72,6 +78,11 @@ class LearntBuffers:
     def names(self) -> tuple[str, ...]:
         """Logical names; of all buffers until the first step is over."""
         return tuple(self._names)
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """The values, in the order of the names."""
+        return tuple(self._kept)
 
     @torch.no_grad()
     def keep(self) -> None:

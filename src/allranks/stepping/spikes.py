@@ -22,6 +22,7 @@ import torch.distributed as dist
 from allranks.config import Config
 from allranks.errors import ConfigError
 from allranks.parameter_map import Box, Entry
+from allranks.stepping.alike import on_any_rank
 from allranks.stepping.world import Processes
 from allranks.task import Task, has_step
 
@@ -101,11 +102,7 @@ class SpikeJudge:
         if math.isfinite(norm):
             self._norms.copy_(self._norms.roll(-1))
             self._norms[-1] = norm
-        spike = middle is not None and int(self._skipped) < self._times
-        if self._group is not None:
-            told = torch.tensor([float(spike)], device=self._device)
-            dist.all_reduce(told, dist.ReduceOp.MAX, self._group)
-            spike = bool(told)
+        spike = on_any_rank(middle is not None and int(self._skipped) < self._times, self._device, self._group)
         if spike:
             self._skipped += 1
             self.found[step] = (norm, math.nan if middle is None else middle)

@@ -93,24 +93,11 @@ def check_at_start(
         LayoutError: each rank would learn other buffers from its own samples; or sequences that cp cannot cut.
         DataError: there are none.
     """
-    if has_step(task) and spread.stages is not None:
-        raise TaskError(
-            f"{type(task).__name__} has a step() of its own, and pp={spread.mesh.layout.pp} orders forwards and "
-            "backwards itself: write loss(output, batch), or use another layout"
-        )
+    check_step(task, spread)
     if has_step(task):
-        if spread.context is not None:
-            raise LayoutError(
-                f"{spread.mesh.layout} cuts the batch of one forward and one loss, and {type(task).__name__} has a "
-                "step() of its own: leave cp out"
-            )
         unknown = pass_uncompared(spread, f"{type(task).__name__} has a step() of its own")
         said = (unknown,) if spread.mesh.layout.cuts_model else ()
         return Meeting(task.coupled, task.coupled, Forward(task, spread, lambda batch: (batch,)), None, said)
-    if "" not in spread.modules:
-        names = ", ".join(spread.modules)
-        what = f"model() returned several modules ({names})"
-        raise TaskError(f"{what}: {type(task).__name__} needs a step(models, batch)")
     try:
         samples, seconds = first_samples(dataset, seed, num_examined(micro_batch))
         with uncompiled():
@@ -124,6 +111,30 @@ def check_at_start(
     if not draws or seconds >= CHEAP_SECONDS:
         return meeting
     return replace(meeting, decisions=(*meeting.decisions, _describe_seeding(dataset)))
+
+
+def check_step(task: Task, spread: Spread) -> None:
+    """See that the modules and the layout go with the Task's way of making a step, before any sample is looked at.
+
+    Raises:
+        TaskError: several modules without a step(); or one under a pipeline.
+        LayoutError: a step() whose sequences would be cut.
+    """
+    name, layout = type(task).__name__, spread.mesh.layout
+    if not has_step(task):
+        if "" not in spread.modules:
+            what = f"model() returned several modules ({', '.join(spread.modules)})"
+            raise TaskError(f"{what}: {name} needs a step(models, batch)")
+        return
+    if spread.stages is not None:
+        raise TaskError(
+            f"{name} has a step() of its own, and pp={layout.pp} orders forwards and backwards itself: write "
+            "loss(output, batch), or use another layout"
+        )
+    if spread.context is not None:
+        raise LayoutError(
+            f"{layout} cuts the batch of one forward and one loss, and {name} has a step() of its own: leave cp out"
+        )
 
 
 def _meet(

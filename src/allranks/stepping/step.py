@@ -75,11 +75,13 @@ class Step:
         stopwatch: told what each part of the step was.
         ema: an average that follows the parameters; None for none.
         scaler: scales the loss, and says which steps are skipped; None for neither.
-        guard: says so where nothing is scaled, and puts back what a skipped step has learnt; None: nothing is skipped.
+        guard: as the attribute.
         watch: looks at each step, and has the others hear of what it finds; None: nobody looks.
 
     Attributes:
         outer: puts copies together that are by themselves between its steps; None where there are none.
+        guard: says which steps are skipped where nothing is scaled, and puts back what a skipped one has learnt; None:
+            nothing is skipped.
         saving: where this rank stands with a checkpoint that is written beside the steps; asked at every agreement.
         expired: whether the run's time is over, by this rank's clock; asked likewise.
         due: whether a checkpoint is due, by this rank's clock; asked likewise.
@@ -117,7 +119,7 @@ class Step:
         self._stopwatch = stopwatch
         self._ema = ema
         self._scaler = scaler
-        self._guard = guard
+        self.guard = guard
         self._watch = watch
         self._skipped: torch.Tensor | None = None  # whether the step before left out an update
 
@@ -141,8 +143,8 @@ class Step:
         factor = self._schedule.factor(batch.seen, batch.size)
         pending: Pending | None = None
         scale, scaler, judged = self._scale(before), self._scaler, list[torch.Tensor | None]()
-        if self._guard is not None:
-            self._guard.begin()
+        if self.guard is not None:
+            self.guard.begin()
         mark("agreement")
         for sums in self._passes.run(batch, scale):
             mark("forward_backward")
@@ -165,8 +167,8 @@ class Step:
         skipped, self._skipped = all_of(judged), any_of(judged)
         if self._ema is not None and self.outer is None:
             self._ema.update(skipped)
-        if self._guard is not None:
-            self._guard.finish(skipped)
+        if self.guard is not None:
+            self.guard.finish(skipped)
         scaling = None if scaler is None or skipped is None else scaler.update(skipped)
         self._spread.balances.finish_step()
         if self.outer is not None:
@@ -185,7 +187,7 @@ class Step:
     def _judge(self, norm: torch.Tensor, step: int) -> torch.Tensor | None:
         if self._scaler is not None:
             return self._scaler.judge(norm)
-        return None if self._guard is None else self._guard.judge(norm, step)
+        return None if self.guard is None else self.guard.judge(norm, step)
 
     def _scale(self, before: Pending) -> Scale:
         """What makes DDP's and FSDP2's mean over ranks the sum over targets, divided once by their number (law 3).
