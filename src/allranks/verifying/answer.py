@@ -16,8 +16,8 @@ from allranks.verifying.world_view import WorldView
 
 EQUAL, DIFFERS, UNKNOWN = 0, 1, 3
 ROUNDING = 1e-6
-"""Of a tensor's largest value: what in float64 is further off, and equal, is all rounding: the gradient of a key's bias,
-which is 0, and what Adam makes of it."""
+"""Of a tensor's largest value: what in float64 is further off, and equal, is all rounding, as the gradient of a key's
+bias, which is 0, and what Adam makes of it."""
 UNVERIFIED = "unverified"
 COMPARED = ("raw", "gradients", "parameters", "buffers")
 BESIDE = "beside that (a resume and an evaluation are judged where all steps are equal):"
