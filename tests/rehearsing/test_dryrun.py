@@ -179,7 +179,6 @@ def test_every_message_has_the_line_that_asked_for_it() -> None:
     assert sum(one.count for one in gathers) == 3
 
 
-@pytest.mark.parametrize("words", [(), ("train.micro_batch=1",)])
 def guarded(task: Task, layout: str, world: int, *words: str) -> int:
     """Bytes that the guard of a step keeps at its peak."""
     return sum(one.bytes for one in rehearsed(task, layout, world, *words).holdings if one.module == "the guard")
@@ -211,6 +210,7 @@ def test_a_step_of_its_own_is_traced_whole() -> None:
     assert reduced == 2 * 4 * parameters  # in each of two turns
 
 
+@pytest.mark.parametrize("words", [(), ("train.micro_batch=1",)])
 def test_buckets_are_asked_for_by_ddps_reducer(words: tuple[str, ...]) -> None:
     """Not by what stands in its place here, which a profile of training does not show."""
     buckets = [one for one in rehearsed(Tokens(), "ddp", 2, *words).collectives if one.bytes > 4]
