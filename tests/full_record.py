@@ -160,6 +160,7 @@ def passed_on(tree: Tree, found: Iterable[Results]) -> Results:
     return passed
 
 
+RUNNING = "running"
 WRITE_SECONDS = 20.0
 """Between two writings of a record: by the end of a run one takes half a second, and a test less."""
 
@@ -209,9 +210,12 @@ class FullRecord:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record each test as it ends; one that fails in set-up or tear-down has failed."""
-        previous = self.record["results"].get(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        previous = self.record["results"].get(report.nodeid, {"outcome": RUNNING, "seconds": 0.0})
+        outcome = previous["outcome"] if report.passed else report.outcome
+        if outcome == RUNNING and report.when == "teardown":
+            outcome = "passed"  # not before: another test may have the record written while this one runs
         self.record["results"][report.nodeid] = {
-            "outcome": previous["outcome"] if report.passed else report.outcome,
+            "outcome": outcome,
             "seconds": previous["seconds"] + report.duration,
             "measured": dict(report.user_properties),  # what the test told with `record_property`
             "tree": self._tree.stands_on(report.nodeid),

@@ -122,6 +122,21 @@ def test_what_is_kept_with_the_source_counts_in_another_checkout(
     assert "1 failed, 10 deselected" in second.stdout, second.stdout
 
 
+def test_a_test_has_passed_when_its_teardown_has(tmp_path: Path) -> None:
+    """The record may be written while another test runs, and that be killed."""
+    make_repository(tmp_path)
+    record = FullRecord(tmp_path, 1, 1)
+
+    def told(when: str, outcome: str = "passed") -> str:
+        report = pytest.TestReport("t.py::a", ("t.py", 1, "a"), {}, outcome, None, when)  # type: ignore[arg-type]
+        record.pytest_runtest_logreport(report)
+        return str(record.record["results"]["t.py::a"]["outcome"])
+
+    assert [told("setup"), told("call"), told("teardown")] == ["running", "running", "passed"]
+    record.record["results"].clear()
+    assert [told("setup"), told("call", "failed"), told("teardown")] == ["running", "failed", "failed"]
+
+
 @pytest.mark.parametrize("processes", ["", pytest.param("-n 2 --dist loadfile", marks=pytest.mark.full)])
 def test_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str) -> None:
     make_repository(tmp_path)

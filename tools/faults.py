@@ -106,6 +106,8 @@ def look_up(fault: Fault, results: Results) -> Record:
     passed, seconds = list[Shown](), dict[str, float]()
     for test in fault.tests:
         mine = [result["measured"] for name, result in results.items() if test.is_of(name)]
+        if test.points:  # of a trial that did not hit them nothing is known here
+            mine = [measured for measured in mine if {*test.points} & {*measured.get("seconds_at", {})}]
         passed += [test] if mine else []
         for time in fault.times:
             for told in (second for measured in mine for second in test.seconds(measured, time)):

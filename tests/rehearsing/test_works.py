@@ -99,6 +99,18 @@ def test_late_buckets_are_spread_over_the_blocks_that_were_left_out() -> None:
     assert [work.turn for work in found] == [1, 1, 1, 1, 1, 2]
 
 
+def test_blocks_without_products_have_late_buckets_spread_over_them_too() -> None:
+    """Their stretches count no FLOPs."""
+    stretches = [
+        Stretch("forward", "layers.0", flops=1.0),
+        Stretch("backward", "layers.3", messages=[bucket(2)]),
+        Stretch("backward", "layers.0", messages=[bucket(3)]),
+        Stretch(GIVEN, messages=[bucket(5)]),
+    ]
+    found = list_works(stretches, Repeats({("backward", "layers.3"): 3}))
+    assert [part.message[2] for work in found[1:] for part in work.parts if part.message] == [2, 3, 5]
+
+
 def test_a_barrier_is_no_work() -> None:
     assert (
         list_works([Stretch("forward", messages=[Message("all", "barrier", 0, 4, "task.py:4 forward")])], Repeats({}))

@@ -140,6 +140,17 @@ def test_so_it_is_of_one_that_is_written_beside_the_steps(tmp_path: Path, change
     assert verdict.what.startswith(f"a resume from step-00000003 would not go on as the run does: {said}"), verdict.what
 
 
+def test_one_that_cannot_be_read_is_told_of(tmp_path: Path) -> None:
+    def make_unreadable(session: Any, contents: Any, patch: pytest.MonkeyPatch) -> None:
+        def refuse(path: Path) -> Any:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        patch.setattr("allranks.checkpointing.checkpoint.read_manifest", refuse)
+
+    verdict = proven(tmp_path, "single", make_unreadable, beside=True)
+    assert verdict is not None and "it cannot be read: [Errno 13] Permission denied" in verdict.what
+
+
 def move_the_rate_on_one(session: Any, contents: Any, patch: pytest.MonkeyPatch) -> None:
     if session.processes.rank == 1:
         object.__setattr__(session, "schedule", Schedule("linear", 1, 2, 0.0))

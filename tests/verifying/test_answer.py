@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from allranks.verifying.answer import ALONE_SHOW, BESIDE, Answer, cannot, equal_steps, largest_errors
 from allranks.verifying.findings import found
 from allranks.verifying.judge import judge
@@ -97,6 +99,16 @@ def test_what_is_equal_within_its_own_rounding_alone_is_named() -> None:
     found = evidence(lambda ranks: scale(ranks[1].steps[1].gradients, 2.5, ["bias"]))
     told = str(Answer((), found.one, found.ranks, found.world))
     assert "gradients: equal to 0 of each tensor's largest value, but for bias, which rounding moves as far" in told
+    everything = evidence(lambda ranks: scale(ranks[1].steps[1].gradients, 2.5))
+    told = str(Answer((), everything.one, everything.ranks, everything.world))
+    assert "gradients: equal, as far as can be told for " in told and "gradients: equal to" not in told
+
+
+def test_what_ran_in_a_low_precision_alone_is_equal_to_no_error_that_is_told() -> None:
+    """Its first step alone was judged."""
+    found = evidence()
+    answer = Answer((), replace(found.one, lowered=torch.bfloat16), found.ranks, found.world)
+    assert "equal to" not in str(answer)
 
 
 def test_the_error_of_tensors_that_are_cut_by_hand_is_told() -> None:

@@ -6,7 +6,8 @@ from allranks.data.cut import cut_step
 from allranks.errors import ConfigError, LayoutError
 from allranks.layout import Layout
 from allranks.request import TrainRequest
-from allranks.verifying.plan import notes_of, plan_run, unlike_any_degree
+from allranks.training.prepare import prepare
+from allranks.verifying.plan import cut_words, notes_of, plan_run, unlike_any_degree
 from tests.commands import POINTS, PROGRAMS
 
 GAN = str(PROGRAMS.parents[1] / "corpus" / "task_gan.py")
@@ -83,6 +84,13 @@ def test_micro_steps_are_no_degree(layout: Layout, micro_steps: int) -> None:
 def test_a_step_of_two_axes_is_cut_otherwise_than_by_one_of_them() -> None:
     plan = plan_run(TrainRequest(task_spec=POINTS, layout="dp_replicate=2,dp_shard=2"), 4)
     assert cut_step(plan.config.train, plan.layout).num_micro_steps() == 3
+
+
+@pytest.mark.parametrize(("batch", "micro_steps"), [(32, 5), (4, 2)])
+def test_a_step_is_cut_although_its_degrees_leave_few_numbers(batch: int, micro_steps: int) -> None:
+    """Of 2, 3 and 6 and their squares none may be its number of micro-steps, where the batch has as many samples."""
+    prepared = prepare(TrainRequest(task_spec=POINTS, overrides=(f"train.global_batch={batch}",)))
+    assert f"train.micro_steps={micro_steps}" in cut_words(prepared.task, prepared.config, Layout(tp=3, cp=2))
 
 
 def test_what_is_left_out_is_told() -> None:

@@ -118,7 +118,7 @@ class Watch(TorchDispatchMode):
         if self._untouched:
             written = [key for key in map(_key, written_by(name, func, args, kwargs)) if key in self._untouched]
             for key in [] if written and puts_back() else written:
-                del self._untouched[key]
+                self._untouched.pop(key, None)  # one operation may write to two views of a buffer
         now = ledger.now
         if now is not None:
             now.flops += count_flops(func, args, kwargs, found)
@@ -146,7 +146,8 @@ class Watch(TorchDispatchMode):
             asked = "" if once else self.places.called_by(module)  # a bucket is no single module's
             line = ", ".join(filter(None, (f"backward of {starred(module) or 'the model'}", asked or line)))
         axis, members = self._names.axis(group), self._names.members(group)
-        alone = short in ("send", "recv_") and axis not in ("pp", "cp")  # the user's: one rank's with another one
+        # The user's: one rank's with another one.
+        alone = short in ("send", "recv_") and (axis not in ("pp", "cp") or bool(self._names.only(group)))
         only = (dist.get_rank(),) if alone else self._names.only(group)
         across = () if short in ("send", "recv_") else self._names.across(group)
         alike = terms_of(short, args), even_bytes(short, args), only, across, waits

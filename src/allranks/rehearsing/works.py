@@ -31,7 +31,7 @@ def list_works(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Work, ..
         if where is not None and ends:
             where += [_part(message) for message in stretch.messages if message.once]
         parts = _parts(stretch, once=ends and where is None)
-        if parts:
+        if parts or (where is not None and times > 1):  # where late buckets are spread, also over what counts nothing
             found.append(Work(stretch.phase, stretch.block, parts, times, turn))
     for turn, buckets in late.items():
         found = list(_spread(found, turn, buckets)) if buckets else found

@@ -18,6 +18,8 @@ import torch
 
 from allranks.checkpointing.checking import check_digests
 from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.exchange import broadcast_bytes
+from allranks.checkpointing.manifest import parse_manifest, render_manifest
 from allranks.data.stream import DataStream
 from allranks.errors import CheckpointError
 from allranks.parallel.spread import Spread
@@ -31,6 +33,7 @@ from allranks.training.snapshot import Contents
 from allranks.verdict import Verdict
 
 SHOWN = 8
+READ = b"read"
 ANOTHER = "its optimizer is not the one that makes the steps"
 NAMED = "give world.resume the optimizer that world.step is given"
 REPORT = "if no memory or disk is at fault, please report it, with the run's config"
@@ -94,12 +97,21 @@ def what_is_due(live: Live, contents: Contents) -> Due:
 
 
 def prove_what_was_due(path: Path, due: Due, processes: Processes) -> Verdict | None:
-    """What is wrong with a checkpoint that was begun when that was `due`; the same on every rank; collective."""
-    try:
-        mine = _lacks(Checkpoint.open(path), due)
-    except CheckpointError as error:  # the other ranks wait for what this one has found
-        mine = [f"it cannot be read: {error}"]
-    return _tell(path, _all_find(mine, processes))
+    """What is wrong with a checkpoint that was begun when that was `due`; the same on every rank; collective.
+
+    Rank 0, which committed it, reads it for all: another host may still see the directory that it has replaced.
+    """
+    told = b""
+    if processes.rank == 0:
+        try:
+            told = READ + render_manifest(Checkpoint.open(path).manifest).encode()
+        except (CheckpointError, OSError) as error:  # the other ranks wait for what this one has found
+            told = f"it cannot be read: {error}".encode()
+    told = broadcast_bytes(told, processes.world_group, processes.device)
+    if not told.startswith(READ):
+        return _tell(path, [told.decode()])
+    checkpoint = Checkpoint(path, parse_manifest(told.removeprefix(READ), str(path)))
+    return _tell(path, _all_find(_lacks(checkpoint, due), processes))
 
 
 def prove(checkpoint: Checkpoint, live: Live, contents: Contents) -> Verdict | None:

@@ -153,8 +153,7 @@ class Saves:
         self._stopwatch.mark("checkpoint")
 
     def begin(self, step: int, check: Callable[[], object], saver: Saver | None = None) -> None:
-        """Begin to save beside the training, by default on the disk; where the one before is not done, wait for that;
-        collective.
+        """Begin to save beside the training, by default on the disk, after the one before; collective.
 
         Args:
             check: sees that the ranks have made this step alike, and raises where they have not; nothing is committed
@@ -164,9 +163,8 @@ class Saves:
         self.wait()
         if held_up is not None and held_up.saver is self._saver:
             self._tell_of_slowness(held_up, step)
-        started = time.perf_counter()
+        started, saver = time.perf_counter(), saver or self._saver
         self._heart.enter("checkpoint")
-        saver = saver or self._saver
         save = saver.begin(step, self.flush)
         waited = time.perf_counter() - started
         self._under_way = _UnderWay(saver, save, self._position(), check, started, waited)
@@ -194,7 +192,9 @@ class Saves:
             with self._bearing(under_way.saver, under_way.save.step):
                 under_way.save.fail()
         elif agreed.committed:
+            self._heart.enter("checkpoint")  # of the first one files are read
             self._settle(under_way)
+            self._heart.enter("step")
         elif agreed.written == agreed.num_ranks:
             under_way.save.all_have_written()
 

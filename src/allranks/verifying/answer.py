@@ -101,7 +101,7 @@ class Answer:
 
     def _errors(self) -> list[str]:
         """To what error which tensors are equal, and in which steps where not in all."""
-        if self.one is None or self.noise is not None or not self.ranks:
+        if self.one is None or self.noise is not None or not self.ranks or self.one.lowered is not None:
             return []
         told, places = [], places_of(self.one.run, self.ranks)
         for what in COMPARED:
@@ -109,12 +109,15 @@ class Answer:
             errors = largest_errors(self.one, self.ranks, what, places, steps)
             moved = [tensor for tensor, error in errors.items() if error > ROUNDING]
             if errors:
-                worst = max((error for error in errors.values() if error <= ROUNDING), default=0.0)
+                clear = [error for error in errors.values() if error <= ROUNDING]
+                far = f" to {max(clear):.2g} of each tensor's largest value" if clear else ""
                 name = "gradients before clipping" if what == "raw" else what
                 some = "" if steps is None or steps >= len(self.one.run.steps) else f" in the first {steps} steps"
                 some = " in the first step" if some and steps == 1 else some
-                but = f", but for {few(moved)}, which rounding moves as far on one device" if moved else ""
-                told.append(f"{name}: equal{some} to {worst:.2g} of each tensor's largest value{but}")
+                but = (
+                    f", {'but' if clear else 'as far as can be told'} for {few(moved)}, which rounding moves as far on"
+                )
+                told.append(f"{name}: equal{some}{far}" + (f"{but} one device" if moved else ""))
         return told
 
 

@@ -92,17 +92,18 @@ def cut_words(task: Task, config: Config, layout: Layout) -> list[str]:
     A micro-batch that the user has chosen is one of larger steps: in these it would leave one micro-step, or none.
     """
     ranks, train, stages = layout.dp, config.train, layout.num_stages
+    micro_steps = unlike_any_degree(layout)
     most = min(train.global_batch, ranks * SAMPLES_A_RANK * (stages if layout.pp > 1 else 1))
     if layout.pp > 1:
         per_rank = max(stages, most // ranks // stages * stages)
         words = [f"train.global_batch={per_rank * ranks}"]
         smaller = per_rank // (stages * ROUNDS if per_rank % (stages * ROUNDS) == 0 else stages)
         return words + ([f"train.micro_batch={smaller}"] if train.micro_batch is not None else [])
-    batch = max(ranks, most)
+    batch = max(ranks, most, min(train.global_batch, micro_steps))
     if ranks > 1 and batch % ranks == 0:
         batch = batch + 1 if batch + 1 <= max(train.global_batch, ranks + 1) else batch - 1
     words = [f"train.global_batch={batch}"]
-    micro_steps = unlike_any_degree(layout)
+    micro_steps = micro_steps if micro_steps <= batch else 2
     if train.micro_steps is not None or has_step(task) or task.coupled or batch < micro_steps:
         return words
     if train.micro_batch is None:
