@@ -30,8 +30,8 @@ UNREHEARSED = (
     "values: overflow, NaN, what the model learns",
     "speed: `allranks plan` estimates it",
     "batches other than the first: longer samples take more",
-    "samples: a loss that couples them, or buffers learnt from own ones, are refused before the first step",
-    "what is no part of a step: evaluation, checkpoints and their copies in memory, sentinels that compare the ranks",
+    "samples: losses that couple them, buffers learnt from own ones (the start looks for both)",
+    "what is no part of a step: evaluation, checkpoints, copies in memory, sentinels",
 )
 WITH_A_HOST = "copies to and from the host: here each ends at once, there what waits for the link stays longer"
 
