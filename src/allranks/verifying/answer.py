@@ -114,10 +114,9 @@ class Answer:
                 name = "gradients before clipping" if what == "raw" else what
                 some = "" if steps is None or steps >= len(self.one.run.steps) else f" in the first {steps} steps"
                 some = " in the first step" if some and steps == 1 else some
-                but = (
-                    f", {'but' if clear else 'as far as can be told'} for {few(moved)}, which rounding moves as far on"
-                )
-                told.append(f"{name}: equal{some}{far}" + (f"{but} one device" if moved else ""))
+                word = "but" if clear else "as far as can be told"
+                beside = f", {word} for {few(moved)}, which rounding moves as far on one device" if moved else ""
+                told.append(f"{name}: equal{some}{far}{beside}")
         return told
 
 
