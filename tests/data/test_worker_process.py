@@ -139,7 +139,7 @@ def test_the_parents_own_sigterm_ends_a_worker() -> None:
 
 
 ORPHANS = """
-import ctypes, multiprocessing, time
+import ctypes, multiprocessing, os, time
 from allranks.data.cut import Cut
 from allranks.data.loader import Loader
 from allranks.data.stream import DataStream
@@ -148,13 +148,14 @@ class Slow(list):
     def __getitem__(self, index):
         if index > 3:
             time.sleep(1)  # what was loaded before is sent by a thread
-            print("in it", flush=True)
+            os.write(1, b"in it\\n")  # at once: three processes write here
             PAUSE(1000)
         return index
 
 loader = Loader(DataStream(Slow(range(100)), cut=Cut(2), epochs=1, shuffle=False), workers=2)
 next(loader)
-print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+pids = " ".join(str(worker.pid) for worker in multiprocessing.active_children())
+os.write(1, f"{pids}\\n".encode())
 time.sleep(1000)
 """
 
@@ -169,10 +170,12 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_an_item(pause: str,
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
-        told = {parent.stdout.readline() for _ in range(3)} - {"in it\n"}
-        workers = [psutil.Process(int(pid)) for pid in " ".join(told).split()]
-        assert len(workers) == 2
-        parent.kill()
+        try:
+            told = {parent.stdout.readline() for _ in range(3)} - {"in it\n"}
+            workers = [psutil.Process(int(pid)) for pid in " ".join(told).split()]
+            assert len(workers) == 2
+        finally:
+            parent.kill()
         parent.wait()
         deadline = time.monotonic() + 60
         while any(alive(worker) for worker in workers) and time.monotonic() < deadline:
