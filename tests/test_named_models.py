@@ -1,9 +1,13 @@
 """The named models against the sizes that their papers print."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from allranks.errors import ConfigError
-from allranks.named_models import NAMED, change, find_model, shape_of
+from allranks.hugging_face_config import from_hugging_face
+from allranks.named_models import NAMED, change, find_model, find_shape, shape_of
 
 
 @pytest.mark.parametrize(
@@ -33,6 +37,16 @@ def test_every_named_model_has_a_source() -> None:
 def test_a_wrong_name_brings_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'llama3-9b' is no model .* llama3-8b"):
         find_model("llama3-9b")
+
+
+def test_a_shape_by_name_by_file_and_by_sizes(tmp_path: Path) -> None:
+    assert find_shape("gpt2", layers=3) == find_model("gpt2", layers=3)
+    assert find_shape("", layers=2, hidden=64, heads=4) == shape_of(layers=2, hidden=64, heads=4)
+    path = tmp_path / "tiny.json"
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 100}
+    path.write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    assert find_shape(str(path)) == from_hugging_face({"model_type": "gpt2", **sizes}, "tiny")
+    assert find_shape(str(path), layers=5).layers == 5
 
 
 def test_names_are_found_in_any_case_and_changed() -> None:

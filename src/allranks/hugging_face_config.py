@@ -5,12 +5,15 @@ keys shared by heads. What stands in no file is in a table here, as transformers
 """
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, final
 
 from allranks.errors import ConfigError
 from allranks.model_shape import ModelShape
+from allranks.ordinary_file import read_small
 
 
 @final
@@ -92,6 +95,26 @@ _MAY_BE_NONE = ("experts", "shared_ffn", "dense_layers")
 """Sizes of which there may be 0."""
 
 _INSTEAD = "give a Task with the module, or the sizes of one that is close: --layers --hidden --heads --kv-heads --ffn"
+
+
+def read_shape(path: Path) -> ModelShape:
+    """The shape of the file at `path`, named after it, or after its folder where it is called config.json.
+
+    Raises ConfigError that names the file, also where there is none or it is no JSON.
+    """
+    try:
+        values = json.loads(read_small(path).decode())
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.json")], 1)
+        raise ConfigError(f"{path}: no such file{f'; did you mean {near[0]}?' if near else ''}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: not a Hugging Face config.json: it holds no table of keys")
+    try:
+        return from_hugging_face(values, path.stem if path.stem != "config" else path.absolute().parent.name)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def from_hugging_face(config: Mapping[str, Any], name: str = "") -> ModelShape:

@@ -1,10 +1,12 @@
-"""named_models: the NAMES that `allranks plan` knows, and shapes from keywords."""
+"""named_models: the NAMES that `allranks plan` and `dryrun` know, and shapes from files and keywords."""
 
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from allranks.errors import ConfigError
+from allranks.hugging_face_config import read_shape
 from allranks.model_shape import ModelShape
 
 _LLAMA: dict[str, Any] = {"gated": True, "positions": "rotary", "tied": False, "bias": False, "seq": 8192}
@@ -42,6 +44,18 @@ NAMED: dict[str, ModelShape] = {
         ),
     )
 }  # fmt: skip
+
+
+def find_shape(name: str, **sizes: Any) -> ModelShape:
+    """Of a name, of the path of a Hugging Face `config.json`, or of sizes alone where `name` is empty.
+
+    Raises ConfigError as `find_model`, `read_shape` and `shape_of` do.
+    """
+    if not name:
+        return shape_of(**sizes)
+    if name.endswith(".json"):
+        return change(read_shape(Path(name)), **sizes)
+    return find_model(name, **sizes)
 
 
 def find_model(name: str, **changes: Any) -> ModelShape:

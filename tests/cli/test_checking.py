@@ -11,7 +11,6 @@ import pytest
 from allranks.cli.checking import Rehearser
 from allranks.cli.main import main
 from allranks.cli.planned_model import find_subject
-from allranks.errors import ConfigError
 from allranks.layout import Layout
 from allranks.plan import Choice
 from allranks.plan_request import PlanRequest
@@ -68,18 +67,13 @@ def test_a_task_keeps_its_words_and_its_micro_steps() -> None:
     assert not any(word.startswith(("train.micro_batch", "task.seq")) for word in words)
 
 
-@pytest.mark.parametrize(
-    ("request_", "named"),
-    [
-        (PlanRequest((), ("8:h100",), {"layers": 2, "kv_heads": 4}), "--layers, --kv-heads gives sizes alone"),
-        (PlanRequest(("llama3-8b",), ("8:h100",), {"layers": 2}), "--layers gives sizes alone"),
-        (PlanRequest(("a/config.json",), ("8:h100",)), "a/config.json gives sizes alone"),
-    ],
-)
-def test_sizes_are_no_program(request_: PlanRequest, named: str) -> None:
-    subject = find_subject(NAME)
-    with pytest.raises(ConfigError, match=f"{named}: name a Task, or a model"):
-        Rehearser(request_, subject)
+def test_sizes_go_along() -> None:
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4}
+    alone = rehearser(request=PlanRequest((), ("2x8:a100-80g",), sizes)).words(ask(seq=2048), CHOICE)
+    assert alone[:5] == ["--layers=2", "--hidden=64", "--heads=4", "--kv-heads=4", "--cluster"]
+    assert "task.seq=2048" in alone
+    changed = rehearser(request=PlanRequest(("llama3-8b",), ("2x8:a100-80g",), {"layers": 2})).words(ask(), CHOICE)
+    assert changed[:3] == ["llama3-8b", "--layers=2", "--cluster"]
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -118,7 +112,7 @@ def test_time_that_is_up_ends_the_dry_run_and_all_others() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("config.json",), ("llama3-8b", "--layers", "2")],
+    [("config.json",), ("llama3-9b", "--layers", "2")],
 )
 def test_bad_input_is_one_line(words: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
@@ -141,6 +135,23 @@ def test_the_real_command_rehearses_what_it_planned(tmp_path: Path) -> None:
     best = document["best"]
     assert best["peak_bytes"]["expected"] == pytest.approx(told["peak_bytes"] + told["margin_bytes"])
     assert best["bytes_by_category"]["gathered"] == told["ranks"]["0"]["by_category"]["gathered"]
+
+
+@pytest.mark.full
+def test_a_model_by_its_sizes_is_rehearsed(tmp_path: Path) -> None:
+    """Of a config.json and of sizes alone; what has no module here is planned and says why it was not rehearsed."""
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 64, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    where = ("--cluster", "1x4:a100-80g", "--layout", "fsdp", "--global-batch", "8", "--micro-batch", "2", "--json")
+    sizes = ("--layers", "2", "--hidden", "64", "--heads", "4")
+    for model, outcome in (
+        ((str(tmp_path / "config.json"),), "stands"),
+        ((*sizes, "--seq", "64"), "stands"),
+        ((*sizes, "--kv-heads", "2"), "not checked"),
+    ):
+        document = json.loads(allranks("plan", *model, *where, "--check").stdout)
+        assert [checked["outcome"] for checked in document["checked"]] == [outcome], document["checked"]
 
 
 @pytest.mark.full

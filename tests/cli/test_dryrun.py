@@ -77,11 +77,22 @@ def test_a_name_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["ranks"]["5"]["blocks"] == {"traced": 4, "all": 6}
 
 
+def test_a_model_by_its_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "100", "task.seq=32")
+    words = (*sizes, "--cluster", "2:a100-80g", "--layout", "fsdp", "--ranks", "0", "train.global_batch=4", "--json")
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    assert json.loads(out)["model"] == "shape"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ((), "needs --cluster"),
         (("--cluster", "4:a100-80g"), "needs a model"),
+        (("--layers", "2", "--cluster", "4:a100-80g"), "needs hidden, heads too: --layers 32 --hidden"),
+        ((NAME, "--layers", "2", "--cluster", "4:a100-80g"), "is a Task, which has its own sizes"),
+        (("no/config.json", "--cluster", "4:a100-80g"), "no/config.json: no such file"),
         (("llama3-9b", "--cluster", "4:a100-80g"), "nearest: llama3-8b"),
         (("deepseek-v3", "--cluster", "4:a100-80g"), "can be planned and not rehearsed"),
         (("llama3-8b", "more", "--cluster", "4:a100-80g"), "write config keys there"),

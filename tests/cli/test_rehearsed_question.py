@@ -1,10 +1,12 @@
 """What the words of `allranks dryrun` mean."""
 
 import importlib
+import json
+from pathlib import Path
 
 import pytest
 
-from allranks.cli.rehearsed_question import NAMED, Asked, question_of, task_of
+from allranks.cli.rehearsed_question import NAMED, Asked, profile_of, question_of, task_of
 from allranks.errors import ConfigError
 
 
@@ -19,6 +21,36 @@ def test_names_and_tasks() -> None:
     assert task_of(("task.py:Name", "train.steps=3")) == ("task.py:Name", None, ("train.steps=3",))
     with pytest.raises(ConfigError, match="nearest"):
         task_of(("llama9",))
+
+
+def test_sizes_and_files(tmp_path: Path) -> None:
+    sizes = {"layers": 2, "hidden": 64, "heads": 4}
+    found = ("task.layers=2", "task.hidden=64", "task.heads=4")
+    assert task_of((), sizes) == (NAMED, None, ("task.name=", *found))
+    assert task_of(("train.steps=3",), sizes) == (NAMED, None, ("task.name=", *found, "train.steps=3"))
+    assert task_of(("llama3-8b",), {"layers": 2}) == (NAMED, None, ("task.name=llama3-8b", "task.layers=2"))
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    path = tmp_path / "Tiny.json"
+    path.write_text(json.dumps({**config, "intermediate_size": 96, "vocab_size": 100}))
+    assert task_of((str(path), "task.seq=8")) == (NAMED, None, (f"task.name={path}", "task.seq=8"))
+    for words, changes, message in (
+        (("task.py",), sizes, "--layers, --hidden, --heads: task.py is a Task"),
+        (("none.json",), {}, "none.json: no such file"),
+        ((str(path), "more"), {}, "'more' behind the model Tiny"),
+        ((), {"layers": 2}, "needs hidden, heads too"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            task_of(words, changes)
+
+
+def test_a_config_file_is_named_after_itself(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps({**config, "intermediate_size": 96, "vocab_size": 100}))
+    asked = Asked((str(path), "train.global_batch=8"), "1x4:a100-80g", "fsdp", sizes={"layers": 4})
+    question = question_of(asked)
+    assert question.model == "tiny"
+    assert profile_of(question).num_repeated == 4
 
 
 def test_a_question() -> None:

@@ -111,8 +111,26 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     assert Transformer(8, 1, 128, 4).layers[0].get_submodule("feed_forward.down").weight.shape == (128, 352)
     with pytest.raises(ValueError, match=r"hidden\(10\) must be a multiple of 2 \* num_heads\(2\)"):
         Transformer(8, 1, 10, 2)
+    with pytest.raises(ValueError, match=r"head_dim\(3\) must be a multiple of 2"):
+        Transformer(8, 1, 10, 2, head_dim=3)
     with pytest.raises(ValueError, match="a sequence of 13 tokens, but max_seq is 12"):
         small()(torch.zeros(1, 13, dtype=torch.long))
+
+
+def test_heads_of_a_width_of_their_own() -> None:
+    """Wider than the stream divided by their number, as Qwen 3's are; told to be as wide as that, nothing changes."""
+    wide = Transformer(8, 1, 10, 2, num_kv_heads=1, head_dim=6, max_seq=8)
+    attention = wide.layers[0].get_submodule("attention")
+    shapes = {name: tuple(parameter.shape) for name, parameter in attention.named_parameters()}
+    assert shapes == {
+        "query.weight": (12, 10), "key.weight": (6, 10), "value.weight": (6, 10), "out.weight": (10, 12)
+    }  # fmt: skip
+    assert wide(torch.zeros(1, 8, dtype=torch.long)).shape == (1, 8, 8)
+    torch.manual_seed(0)
+    said = Transformer(8, 1, 16, 2, head_dim=8, max_seq=8)
+    torch.manual_seed(0)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(said(tokens), Transformer(8, 1, 16, 2, max_seq=8)(tokens))
 
 
 class Counter(nn.Module):

@@ -1,5 +1,8 @@
 """A model by name: the module is made from the table that its profile is made from."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -31,6 +34,45 @@ def test_module_and_profile_have_the_same_parameters(name: str) -> None:
     with torch.device("meta"):
         model = Named(name=name, layers=2).model()
     assert sum(p.numel() for p in model.parameters()) == Named(name=name, layers=2).shape().profile().parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("llama", {"num_key_value_heads": 2}),
+        ("llama", {"head_dim": 16, "tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 24, "num_key_value_heads": 2}),
+        ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("qwen3_moe", {
+            "head_dim": 24, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+        }),
+        ("gpt2", {}),
+    ],
+)  # fmt: skip
+def test_a_config_file_is_the_module_that_its_profile_has(kind: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    known = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    config = {"model_type": kind, **known, "vocab_size": 100, "max_position_embeddings": 32, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    task = Named(name=str(tmp_path / "config.json"))
+    model = task.model()
+    assert sum(p.numel() for p in model.parameters()) == task.shape().profile().parameters
+    assert model(torch.zeros(1, 32, dtype=torch.int64)).shape == (1, 32, 100)
+
+
+def test_sizes_alone_are_a_model() -> None:
+    task = Named(name="", layers=2, hidden=64, heads=4, vocab=100, seq=16)
+    assert sum(p.numel() for p in task.model().parameters()) == task.shape().profile().parameters
+    with pytest.raises(ConfigError, match="needs heads too"):
+        Named(name="", layers=2, hidden=64).model()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kv_heads": 2}, {"experts": 4, "top_k": 2}], ids=["shared keys", "experts of two matrices"]
+)
+def test_what_no_module_has_is_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="shape can be planned and not rehearsed: .* give a Task"):
+        Named(name="", layers=2, hidden=64, heads=4, **changes).model()  # type: ignore[arg-type]
 
 
 def test_settings_change_the_shape() -> None:

@@ -10,8 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
-from allranks.cli.planned_model import Subject, is_task
-from allranks.errors import ConfigError
+from allranks.cli.planned_model import Subject
 from allranks.plan import Choice
 from allranks.plan_request import PlanRequest
 from allranks.planning.dry_run import DryRun, read_dry_run
@@ -32,9 +31,6 @@ class Rehearser:
 
     Args:
         program: what `dryrun` and its words are given to.
-
-    Raises:
-        ConfigError: there is no program of what is planned, so that nothing can be rehearsed.
     """
 
     def __init__(
@@ -44,13 +40,8 @@ class Rehearser:
         limit_seconds: float = CHECK_SECONDS,
         program: Sequence[str] = (sys.executable, "-m", "allranks"),
     ) -> None:
-        words = request.arguments
-        if request.sizes or words[0].endswith(".json"):
-            what = ", ".join(f"--{name.replace('_', '-')}" for name in request.sizes) or words[0]
-            raise ConfigError(
-                f"--check rehearses a program, and {what} gives sizes alone: name a Task, or a model such as llama3-8b"
-            )
-        self._arguments, self._subject, self._program = words, subject, program
+        self._arguments, self._subject, self._program = request.arguments, subject, program
+        self._sizes = [f"--{name.replace('_', '-')}={value}" for name, value in request.sizes.items()]
         self._clusters = {find_cluster(text).name: text for text in request.cluster}
         self._limit, self._end = limit_seconds, time.monotonic() + limit_seconds
         self._hopeless = False
@@ -74,11 +65,11 @@ class Rehearser:
     def words(self, question: Question, choice: Choice) -> list[str]:
         """What `allranks dryrun` is told, so that it rehearses just this choice."""
         layout, cluster = choice.layout, question.cluster.name
-        found = [*self._arguments, "--cluster", self._clusters.get(cluster, cluster), "--layout", str(layout)]
+        found = [*self._arguments, *self._sizes, "--cluster", self._clusters.get(cluster, cluster), "--layout", str(layout)]
         if layout.cp > 1:
             found.append(f"layout.context={layout.context}")
         found += [f"train.global_batch={choice.global_batch}", f"train.precision={choice.precision}"]
-        if question.seq is not None and not is_task(self._arguments):
+        if question.seq is not None and self._subject.task is None:
             found.append(f"task.seq={question.seq}")
         profile = question.make_profile(question.seq, choice.precision)
         micro_steps = self._subject.micro_steps or fixed_micro_steps(profile)

@@ -5,7 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
+from allranks.cli.size_options import Experts, Ffn, Heads, Hidden, KvHeads, Layers, TopK, Vocab
 from allranks.errors import ConfigError
+from allranks.plan_request import SIZES
 
 
 def _option(name: str, text: str, metavar: str) -> Any:
@@ -15,9 +17,9 @@ def _option(name: str, text: str, metavar: str) -> Any:
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="TASK|NAME [RUN.toml] [KEY=VALUE]",
-        help="What to rehearse: a Task (file.py, file.py:Name, package.module:Name) or a name such as llama3-8b; also "
-        "a config file, and config keys.",
+        metavar="TASK|NAME|config.json [RUN.toml] [KEY=VALUE]",
+        help="What to rehearse: a Task (file.py, file.py:Name, package.module:Name), a name such as llama3-8b, or a "
+        "Hugging Face config.json; also a config file, and config keys.",
         show_default=False,
     ),
 ]
@@ -40,17 +42,30 @@ def dryrun(
     trace: Annotated[Path | None, _option("--trace", "Write the predicted step for Perfetto.", "FILE")] = None,
     full_trace: Annotated[bool, FULL] = False,
     remedies: Annotated[bool, REMEDIES] = False,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    ffn: Ffn = None,
+    vocab: Vocab = None,
+    experts: Experts = None,
+    top_k: TopK = None,
     json: Annotated[bool, JSON] = False,
 ) -> int:
     """Run one step of the real program for a cluster that is not there: memory, messages, and what would fail.
 
     Exit code 0: it fits; 1: it does not, or would fail; 2: refused; 3: it cannot be rehearsed.
     """
+    given = dict(locals())
+    sizes = {name: given[name] for name in SIZES if given[name] is not None}
     if not cluster:
         raise ConfigError("dryrun needs --cluster: 8x8:a100-80g, 1x2:cpu, local or a TOML file")
-    if not arguments:
-        raise ConfigError("dryrun needs a model: a Task, or a name such as llama3-8b")
+    if not arguments and not sizes:
+        raise ConfigError(
+            "dryrun needs a model: a Task, a name such as llama3-8b, a config.json, or --layers --hidden --heads"
+        )
     from allranks.cli.rehearsed_question import Asked
     from allranks.cli.rehearsing import answer
 
-    return answer(Asked(tuple(arguments), cluster, layout, ranks, timeline, svg, trace, full_trace, remedies, json))
+    words = tuple(arguments or ())
+    return answer(Asked(words, cluster, layout, ranks, timeline, svg, trace, full_trace, remedies, json, sizes))

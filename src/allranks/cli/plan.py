@@ -5,16 +5,13 @@ from typing import Annotated, Any
 
 import typer
 
+from allranks.cli.size_options import Experts, Ffn, Heads, Hidden, KvHeads, Layers, TopK, Vocab
 from allranks.errors import ConfigError
 from allranks.plan_request import PlanRequest
 
 
 def _option(name: str, text: str, metavar: str = "N", panel: str | None = None) -> Any:
     return typer.Option(name, metavar=metavar, help=text, show_default=False, rich_help_panel=panel)
-
-
-def _size(name: str, text: str) -> Any:
-    return _option(name, f"Of a model without a name: {text}.")
 
 
 Arguments = Annotated[
@@ -81,14 +78,14 @@ def plan(
     guide: Annotated[bool, typer.Option("--guide", help="The decision guide, without a model.")] = False,
     save: Annotated[Path | None, _option("--save", "Write plan.json and RUN.toml there.", "DIR")] = None,
     html: Annotated[Path | None, _option("--html", "Write the plan as one page.", "FILE")] = None,
-    layers: Annotated[int | None, _size("--layers", "its blocks")] = None,
-    hidden: Annotated[int | None, _size("--hidden", "its width")] = None,
-    heads: Annotated[int | None, _size("--heads", "attention heads")] = None,
-    kv_heads: Annotated[int | None, _size("--kv-heads", "key-value heads")] = None,
-    ffn: Annotated[int | None, _size("--ffn", "the feed-forward's width, else 4 * hidden")] = None,
-    vocab: Annotated[int | None, _size("--vocab", "vocabulary")] = None,
-    experts: Annotated[int | None, _size("--experts", "experts of a layer")] = None,
-    top_k: Annotated[int | None, _size("--top-k", "experts that a position uses")] = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    ffn: Ffn = None,
+    vocab: Vocab = None,
+    experts: Experts = None,
+    top_k: TopK = None,
     json: Annotated[bool, JSON] = False,
 ) -> int:
     """Say before anything is rented whether a model fits, which layout is the fastest, how fast, and why not others.

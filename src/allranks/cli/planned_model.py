@@ -1,10 +1,7 @@
 """What `allranks plan` plans: a name, a shape, a Hugging Face config.json, or a user's Task, each as a Subject."""
 
-import difflib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from allranks.cli.train import read_arguments
@@ -12,7 +9,6 @@ from allranks.cluster import Cluster
 from allranks.config_sections import LayoutConfig
 from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
-from allranks.ordinary_file import read_small
 from allranks.plan_request import PlanRequest
 from allranks.planning.question import MakeProfile
 from allranks.shape_operations import OWN
@@ -69,20 +65,18 @@ def find_subject(request: PlanRequest) -> Subject:
         raise ConfigError(
             "--measured runs real steps of a Task, and a model by its sizes has no program and no samples"
         )
-    if request.sizes:
-        return _of_shape(_shape_with_sizes(words, request.sizes))
-    if not words:
+    if not words and not request.sizes:
         raise ConfigError(
             "plan needs a model: a Task, a name such as llama3-8b, a config.json, or --layers --hidden --heads"
         )
-    if words[0].endswith(".json"):
-        return _of_shape(_from_config(Path(words[0]), words[1:]))
-    if is_task(words):
+    if words and is_task(words):
+        refuse_sizes(words[0], request.sizes)
         return _of_task(request)
-    from allranks.named_models import find_model
+    from allranks.named_models import find_shape
 
-    _refuse_more(words[1:], words[0])
-    return _of_shape(find_model(words[0]))
+    if words[1:]:
+        raise ConfigError(f"'{words[1]}' behind the model {words[0]}: config files and keys belong to a Task")
+    return _of_shape(find_shape(words[0] if words else "", **request.sizes))
 
 
 def is_task(words: tuple[str, ...]) -> bool:
@@ -91,48 +85,18 @@ def is_task(words: tuple[str, ...]) -> bool:
     return ".py" in first or ":" in first or first.endswith(".toml") or "=" in first
 
 
+def refuse_sizes(task: str, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError where a Task is given sizes, too."""
+    if sizes:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in sizes)
+        raise ConfigError(f"{options}: {task} is a Task, which has its own sizes")
+
+
 def _of_shape(shape: "ModelShape") -> Subject:
     def make(seq: int | None, precision: str, device: str) -> ModelProfile:
         return shape.profile(seq, precision, OWN)
 
     return Subject(make, shape.seq)
-
-
-def _shape_with_sizes(words: tuple[str, ...], sizes: Mapping[str, int]) -> "ModelShape":
-    from allranks.named_models import change, find_model, shape_of
-
-    if not words:
-        return shape_of(**sizes)
-    if words[0].endswith(".json"):
-        return change(_from_config(Path(words[0]), words[1:]), **sizes)
-    if is_task(words):
-        raise ConfigError(f"{', '.join(f'--{name}' for name in sizes)}: {words[0]} is a Task, which has its own sizes")
-    _refuse_more(words[1:], words[0])
-    return find_model(words[0], **sizes)
-
-
-def _refuse_more(words: tuple[str, ...], name: str) -> None:
-    if words:
-        raise ConfigError(f"'{words[0]}' behind the model {name}: config files and keys belong to a Task")
-
-
-def _from_config(path: Path, more: tuple[str, ...]) -> "ModelShape":
-    from allranks.hugging_face_config import from_hugging_face
-
-    _refuse_more(more, str(path))
-    try:
-        values = json.loads(read_small(path).decode())
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.json")], 1)
-        raise ConfigError(f"{path}: no such file{f'; did you mean {near[0]}?' if near else ''}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: not a Hugging Face config.json: it holds no table of keys")
-    try:
-        return from_hugging_face(values, path.stem if path.stem != "config" else path.absolute().parent.name)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def _of_task(request: PlanRequest) -> Subject:

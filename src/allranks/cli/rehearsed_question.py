@@ -1,10 +1,11 @@
 """What `allranks dryrun` was asked, by its words: the Task, its config, the world, and what the planner knows of it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from allranks.cli.planned_model import is_task
+from allranks.cli.planned_model import is_task, refuse_sizes
 from allranks.cli.train import read_arguments
 from allranks.errors import ConfigError
 from allranks.request import TrainRequest
@@ -20,7 +21,7 @@ NAMED = "allranks.rehearsing.named:Named"
 @final
 @dataclass(frozen=True)
 class Asked:
-    """The options of `allranks dryrun`, as they were written."""
+    """The options of `allranks dryrun`, as they were written; `sizes` by the name of the option."""
 
     arguments: tuple[str, ...]
     cluster: str
@@ -32,6 +33,7 @@ class Asked:
     full: bool = False
     remedies: bool = False
     json: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def question_of(asked: Asked) -> "Question":
@@ -40,30 +42,38 @@ def question_of(asked: Asked) -> "Question":
     from allranks.training.prepare import prepare, resolve_layout
 
     cluster = find_cluster(asked.cluster)
-    spec, toml, overrides = task_of(asked.arguments)
+    spec, toml, overrides = task_of(asked.arguments, asked.sizes)
     prepared = prepare(TrainRequest(task_spec=spec, toml=toml, overrides=overrides, layout=asked.layout))
     layout = resolve_layout(prepared.config, cluster.num_devices, cluster.nodes)
+    from allranks.rehearsing.named import Named
     from allranks.rehearsing.refusals import refuse
     from allranks.rehearsing.whole import Question
     from allranks.rehearsing.world_of_ranks import choose_ranks
 
     refuse(layout, prepared.config.train.precision, cluster.device)
-    name = asked.arguments[0] if spec == NAMED else prepared.name
+    name = prepared.task.shape().name if isinstance(prepared.task, Named) else prepared.name
     ranks = choose_ranks(asked.ranks, layout)
     return Question(name, prepared.task, prepared.config, cluster, layout, ranks, asked.full)
 
 
-def task_of(words: tuple[str, ...]) -> tuple[str | None, Path | None, tuple[str, ...]]:
-    """(spec, TOML file, overrides); a NAME is a Task that is made from the table of names."""
-    if is_task(words):
+def task_of(
+    words: tuple[str, ...], sizes: Mapping[str, int] | None = None
+) -> tuple[str | None, Path | None, tuple[str, ...]]:
+    """(spec, TOML file, overrides); a NAME, a config.json and sizes are a Task that is made of them."""
+    changes = dict(sizes or {})
+    # Sizes alone stand before no name: what is there are config keys.
+    name, keys = (words[0], words[1:]) if words and not (changes and "=" in words[0]) else ("", words)
+    if name and is_task(words):
+        refuse_sizes(name, changes)
         return read_arguments(words)
-    from allranks.named_models import find_model
+    from allranks.named_models import find_shape
 
-    find_model(words[0])
-    wrong = [word for word in words[1:] if "=" not in word]
+    named = find_shape(name, **changes)
+    wrong = [word for word in keys if "=" not in word]
     if wrong:
-        raise ConfigError(f"'{wrong[0]}' behind the model {words[0]}: write config keys there, as in task.seq=4096")
-    return NAMED, None, (f"task.name={words[0].lower()}", *words[1:])
+        raise ConfigError(f"'{wrong[0]}' behind the model {named.name}: write config keys there, as in task.seq=4096")
+    own = name if name.endswith(".json") else name.lower()
+    return NAMED, None, (f"task.name={own}", *(f"task.{key}={value}" for key, value in changes.items()), *keys)
 
 
 def profile_of(question: "Question") -> "ModelProfile":

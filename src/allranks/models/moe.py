@@ -185,7 +185,7 @@ class MoETransformer(Decoder):
     Args:
         vocab_size: number of tokens; 256 for bytes.
         num_layers: number of blocks.
-        hidden: width of the residual stream, a multiple of 2 * num_heads.
+        hidden: width of the residual stream; a multiple of 2 * num_heads where `head_dim` is not given.
         num_heads: attention heads of a block.
         num_experts: experts of a block.
         top_k: of them, those that a token passes through.
@@ -193,6 +193,7 @@ class MoETransformer(Decoder):
         max_seq: the longest sequence.
         tied: whether the output layer is the embedding's own matrix.
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many.
+        head_dim: channels of a head, even; by default hidden / num_heads.
         rate: by how much a router's bias moves after a step.
     """
 
@@ -222,6 +223,7 @@ class MoETransformer(Decoder):
         max_seq: int = 1024,
         tied: bool = True,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         rate: float = BALANCE_RATE,
     ) -> None:
         width = hidden if ffn is None else ffn
@@ -229,7 +231,7 @@ class MoETransformer(Decoder):
         blocks = (
             Block(
                 hidden,
-                Attention(hidden, num_heads, kv_heads, max_seq),
+                Attention(hidden, num_heads, kv_heads, max_seq, head_dim),
                 MixtureOfExperts(hidden, width, num_experts, top_k, rate),
             )
             for _ in range(num_layers)

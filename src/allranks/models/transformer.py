@@ -38,25 +38,30 @@ def rotate(value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 class Attention(nn.Module):
     """Causal self-attention with rotary positions: [batch, seq, hidden] -> the same.
 
-    Several query heads may share a key and value head (grouped queries, arXiv 2305.13245).
+    Several query heads may share a key and value head (grouped queries, arXiv 2305.13245). A head has `head_dim`
+    channels, by default hidden / num_heads.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, hidden: int, num_heads: int, num_kv_heads: int, max_seq: int) -> None:
+    def __init__(
+        self, hidden: int, num_heads: int, num_kv_heads: int, max_seq: int, head_dim: int | None = None
+    ) -> None:
         super().__init__()
-        if hidden % (2 * num_heads):
+        if head_dim is not None and head_dim % 2:
+            raise ValueError(f"head_dim({head_dim}) must be a multiple of 2: rotary turns pairs")
+        if head_dim is None and hidden % (2 * num_heads):
             raise ValueError(f"hidden({hidden}) must be a multiple of 2 * num_heads({num_heads}): rotary turns pairs")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads({num_heads}) must be a multiple of num_kv_heads({num_kv_heads})")
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.head_dim = hidden // num_heads
-        self.query = nn.Linear(hidden, hidden, bias=False)
+        self.head_dim = hidden // num_heads if head_dim is None else head_dim
+        self.query = nn.Linear(hidden, num_heads * self.head_dim, bias=False)
         self.key = nn.Linear(hidden, num_kv_heads * self.head_dim, bias=False)
         self.value = nn.Linear(hidden, num_kv_heads * self.head_dim, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.out = nn.Linear(num_heads * self.head_dim, hidden, bias=False)
         cos, sin = rotary_angles(max_seq, self.head_dim)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -182,12 +187,13 @@ class Transformer(Decoder):
     Args:
         vocab_size: number of tokens; 256 for bytes.
         num_layers: number of blocks.
-        hidden: width of the residual stream, a multiple of 2 * num_heads.
+        hidden: width of the residual stream; a multiple of 2 * num_heads where `head_dim` is not given.
         num_heads: attention heads of a block.
         ffn: width of the feed-forward; by default 8/3 of hidden, rounded up to a multiple of 16.
         max_seq: the longest sequence.
         tied: whether the output layer is the embedding's own matrix.
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many.
+        head_dim: channels of a head, even; by default hidden / num_heads.
         chunk: positions whose logits are held at once where forward is given `targets`; by default it takes none.
     """
 
@@ -217,12 +223,13 @@ class Transformer(Decoder):
         max_seq: int = 1024,
         tied: bool = True,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         chunk: int | None = None,
     ) -> None:
         width = ffn if ffn is not None else -(-8 * hidden // 48) * 16
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         blocks = (
-            Block(hidden, Attention(hidden, num_heads, kv_heads, max_seq), FeedForward(hidden, width))
+            Block(hidden, Attention(hidden, num_heads, kv_heads, max_seq, head_dim), FeedForward(hidden, width))
             for _ in range(num_layers)
         )
         super().__init__(vocab_size, hidden, blocks, max_seq=max_seq, tied=tied, chunk=chunk)

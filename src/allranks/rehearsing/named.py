@@ -11,7 +11,8 @@ from allranks.model_shape import ModelShape
 from allranks.models.gpt import GPT
 from allranks.models.moe import MoETransformer
 from allranks.models.transformer import Transformer
-from allranks.named_models import find_model
+from allranks.named_models import find_shape
+from allranks.plan_request import SIZES
 from allranks.task import Hints, Task
 
 SAMPLES = 1 << 40
@@ -38,10 +39,10 @@ class Named(Task):
     """A decoder by its sizes, trained on tokens.
 
     Attributes:
-        name: as `named_models` has it.
+        name: as `named_models` has it, or the path of a Hugging Face config.json; empty for sizes alone.
         seq: positions of a sample; 0: the model's own.
         chunk: positions whose logits are held at once; 0: all.
-        layers: blocks; 0: the model's own.
+        layers, hidden, heads, kv_heads, ffn, vocab, experts, top_k: as in ModelShape; 0: the model's own.
     """
 
     defaults: ClassVar[dict[str, object]] = {"train.precision": "bfloat16", "train.max_norm": 1.0, "train.steps": 8}
@@ -50,11 +51,17 @@ class Named(Task):
     seq: int = 0
     chunk: int = 0
     layers: int = 0
+    hidden: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    ffn: int = 0
+    vocab: int = 0
+    experts: int = 0
+    top_k: int = 0
 
     def shape(self) -> ModelShape:
         """The sizes, with the changes that the settings ask for."""
-        changes = {key: value for key in ("seq", "layers") if (value := getattr(self, key))}
-        return find_model(self.name, **changes)
+        return find_shape(self.name, **{key: value for key in ("seq", *SIZES) if (value := getattr(self, key))})
 
     def model(self) -> nn.Module:
         """Its module; ConfigError for a kind of model that has none here."""
@@ -70,7 +77,7 @@ class Named(Task):
         }
         if kind is GPT:
             return GPT(**sizes, ffn=shape.ffn, chunk=self.chunk or None)
-        sizes["num_kv_heads"] = shape.num_kv_heads
+        sizes |= {"num_kv_heads": shape.num_kv_heads, "head_dim": shape.dim}
         if kind is MoETransformer:
             width = shape.expert_ffn or shape.ffn
             return MoETransformer(**sizes, num_experts=shape.experts, top_k=shape.top_k, ffn=width)
@@ -96,14 +103,16 @@ class Named(Task):
 
 def _kind(shape: ModelShape) -> type[GPT | MoETransformer | Transformer]:
     """The class of allranks.models that has this shape. Raises ConfigError where none has."""
-    plain = shape.causal and not (shape.dropout or shape.kv_rank or shape.head_dim)
+    plain = shape.causal and not (shape.dropout or shape.kv_rank)
     plain = plain and not shape.shared_ffn and not shape.dense_layers and shape.every == 1
     if plain and shape.gated and shape.positions == "rotary" and not shape.bias:
         return MoETransformer if shape.experts else Transformer
     first = not shape.gated and shape.positions == "learned" and shape.bias  # as GPT-2's
-    if plain and first and not shape.experts and shape.num_kv_heads == shape.heads:
+    own = shape.num_kv_heads == shape.heads and shape.dim * shape.heads == shape.hidden
+    if plain and first and own and not shape.experts:
         return GPT
     raise ConfigError(
-        f"{shape.name} can be planned and not rehearsed: no module of allranks.models has its shape (latent attention, "
-        "say, or experts beside a feed-forward that all tokens pass); give a Task with your own module"
+        f"{shape.name} can be planned and not rehearsed: no module of allranks.models has its shape, which is neither "
+        "Llama's or Mixtral's (rotary positions, a gated feed-forward or experts, no biases) nor GPT-2's; give a Task "
+        "with your own module"
     )
