@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,8 @@ from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving import forkserver
 from allranks.surviving.memory_tier import open_memory
-from allranks.training.prepare import prepare
+from allranks.training.planned_layout import Decided, settle
+from allranks.training.prepare import open_run, prepare
 from tests.checkpointing.worlds import header, save_alone
 from tests.commands import POINTS, PROGRAMS, alive, allranks, seconds_of_restarts, steps, tensor_digests, wait_for
 from tests.free_port import free_port
@@ -75,6 +77,23 @@ def test_a_host_that_comes_after_a_rollback_has_the_same_facts() -> None:
         return facts_here(prepared, HostsRequest(2, 2, Endpoint("hosta", 29500)))
 
     assert facts() == facts("data.skip=40:60") != facts("train.seed=1")
+    assert facts() != facts("layout.dp_shard=*")
+
+
+def test_a_host_that_comes_after_a_plan_has_the_same_facts(tmp_path: Path) -> None:
+    """It reads in the Run directory what those that came before it had not decided yet."""
+    hosts = HostsRequest(2, 2, Endpoint("hosta", 29500))
+    request = TrainRequest(task_spec=POINTS, overrides=("train.steps=9",), run=tmp_path / "run")
+    before = prepare(request)
+    words = ("layout.dp_shard=*", "train.micro_batch=2")
+    made = open_run(settle(before, Decided((), words, {"decided": list(words)})), request)
+    made.journal().write_text('{"event": "step", "step": 1}\n')
+    made.release()
+    after = prepare(request)
+    assert after.config.layout.chosen and not before.config.layout.chosen
+    again = prepare(TrainRequest(resume=tmp_path / "run"))
+    assert facts_here(before, hosts) == facts_here(after, hosts) == facts_here(again, hosts)
+    assert facts_here(before, hosts) != facts_here(prepare(replace(request, layout="ddp")), hosts)
 
 
 @pytest.mark.parametrize(

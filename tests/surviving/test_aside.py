@@ -1,12 +1,13 @@
 """A call in a process of its own: its answer comes back, what it touches does not, and its end is no secret."""
 
 import os
+from multiprocessing import current_process, forkserver
 from pathlib import Path
 
 import pytest
 
 from allranks.errors import ProcessError
-from allranks.surviving.aside import call_aside
+from allranks.surviving.aside import call_aside, call_spawned
 
 pytestmark = pytest.mark.distributed
 
@@ -40,6 +41,20 @@ def test_the_answer_comes_back_and_nothing_else(
     assert dict(os.environ) == before and Path.cwd() == folder
     shown = capfd.readouterr()
     assert shown.out == "" and "this" not in shown.err
+
+
+def test_in_a_fresh_interpreter_no_server_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALLRANKS_TOLD", "now")
+    before = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    pid, answer, _ = call_spawned(f"{HERE}:look", "text")
+    assert pid != os.getpid() and answer == "TEXT"
+    assert forkserver._forkserver._forkserver_pid == before  # type: ignore[attr-defined]
+
+
+def test_a_daemon_is_told_that_it_may_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with pytest.raises(ProcessError, match="started as a daemon"):
+        call_spawned(f"{HERE}:look", "text")
 
 
 def test_what_takes_too_long_is_ended(small_server: None) -> None:

@@ -13,6 +13,8 @@ import torch
 
 from allranks.cli.main import main
 from allranks.errors import LayoutError
+from allranks.layout import Layout
+from allranks.plan import Choice
 from allranks.planning import this_machine
 from allranks.planning.answer import make_plan
 from allranks.planning.cluster_file import write_cluster
@@ -23,8 +25,7 @@ from allranks.run import Run
 from allranks.stepping import profile
 from allranks.surviving.aside import call_aside
 from allranks.training import planned_layout
-from allranks.training.plan_kept import write_plan
-from allranks.training.planned_layout import Aside, Decided, apply, decide_layout
+from allranks.training.planned_layout import Aside, Decided, decide_layout, settle
 from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
 from allranks.training.sketch import Sketch
 from tests.commands import POINTS
@@ -84,9 +85,9 @@ def nobody(entry: str, *args: Any) -> Any:
 
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine, its figures as if they had been measured."""
-    guessed = planned_layout._cluster(False, 2)
+    guessed = planned_layout._cluster(False, 2, 1)
     found = replace(guessed, device=replace(guessed.device, measured=True))
-    monkeypatch.setattr(planned_layout, "_cluster", lambda on_gpu, number: found)
+    monkeypatch.setattr(planned_layout, "_cluster", lambda *_: found)
 
 
 def decide(spec: str, *overrides: str, aside: Aside = here) -> tuple[Decided, Prepared]:
@@ -98,7 +99,7 @@ def test_a_small_state_is_ddp_with_figures() -> None:
     before = dict(os.environ)
     decided, prepared = decide(POINTS)
     assert dict(os.environ) == before
-    assert decided.overrides == () and apply(prepared.config, decided) is prepared.config
+    assert decided.overrides == () and settle(prepared, decided).config is prepared.config
     (decision,) = decided.decisions
     assert decision.what == "layout dp_replicate=2, micro_batch 4" and decided.document is not None
     best = decided.document["best"]
@@ -144,7 +145,7 @@ def test_a_run_on_some_of_the_gpus_takes_what_was_measured_with_as_many(monkeypa
     monkeypatch.setattr(planned_layout, "look", lambda: facts)
     whole = this_machine.local_cluster()
     write_cluster(replace(whole, devices_per_node=4, domain=4), this_machine.calibrated_path("h100", 4))
-    found, other = planned_layout._cluster(True, 4), planned_layout._cluster(True, 2)
+    found, other = planned_layout._cluster(True, 4, 1), planned_layout._cluster(True, 2, 1)
     assert found.num_devices == 4 and "figures as measured" in found.notes[-1] and found.machine
     assert other.num_devices == 2 and "nobody measured this machine" in other.notes[-1]
 
@@ -167,7 +168,7 @@ def test_a_small_state_is_cut_where_measured_figures_say_that_this_is_faster(
     assert decided.document is not None
     best = decided.document["best"]
     assert best["layout"] == "tp=2" and decided.overrides and not best["because"].startswith("its step")
-    config = apply(prepared.config, decided)
+    config = settle(prepared, decided).config
     assert str(resolve_layout(config, 2)) == best["layout"] and config.layout.chosen
     (ddp,) = (other for other in decided.document["others"] if other["family"] == "ddp")
     assert best["step_seconds"]["expected"] < 0.95 * ddp["step_seconds"]["expected"]
@@ -192,7 +193,7 @@ def test_what_saves_less_than_predictions_err_is_no_reason_to_leave_ddp(monkeypa
 def test_a_large_state_is_planned_with_because() -> None:
     """With the fastest that fits, however small its lead over ddp."""
     prepared, request = prepared_of(POINTS, "task.width=4000000")
-    machine = planned_layout._cluster(False, 2)
+    machine = planned_layout._cluster(False, 2, 1)
     memory = 3.0 * CONTEXT_BYTES
     small = replace(machine, device=replace(machine.device, memory_bytes=memory))
     assert 16 * 5 * 4_000_000 > planned_layout.OBVIOUS * small.device.memory_bytes < memory
@@ -200,7 +201,7 @@ def test_a_large_state_is_planned_with_because() -> None:
         decided = decide_layout(prepared, request, 2, here)
     assert decided.document is not None
     best = decided.document["best"]
-    config = apply(prepared.config, decided)
+    config = settle(prepared, decided).config
     assert str(resolve_layout(config, 2)) == best["layout"] and config.layout.chosen
     if config.layout.dp_shard == "*":
         assert resolve_layout(config, 4).dp == 2 * resolve_layout(config, 2).dp  # a resume may have other processes
@@ -209,6 +210,50 @@ def test_a_large_state_is_planned_with_because() -> None:
     assert decided.document["decided"] == list(decided.overrides)
     assert decided.decisions[-1].what == f"layout {best['layout']}, micro_batch {best['micro_batch']}"
     assert decided.decisions[-1].because == best["because"]
+
+
+def test_on_several_hosts_a_small_state_stays_ddp_since_nobody_knows_what_joins_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guessed = planned_layout._cluster(False, 4, 2)
+    assert (guessed.nodes, guessed.devices_per_node, guessed.machine) == (2, 2, "")
+    found = replace(guessed, device=replace(guessed.device, measured=True))
+    monkeypatch.setattr(planned_layout, "_cluster", lambda *_: found)
+    prepared, request = prepared_of(POINTS, WIDE)
+    decided = decide_layout(prepared, request, 4, here, 2)
+    assert decided.overrides == () and decided.document is not None
+    assert decided.document["best"]["layout"] == "dp_replicate=4"
+    assert "by a guess of what joins the hosts, which `allranks plan --cluster" in decided.decisions[-1].because
+
+
+def test_on_several_hosts_the_degree_that_spans_them_stays_open() -> None:
+    prepared, request = prepared_of(POINTS, "task.width=4000000")
+    machine = planned_layout._cluster(False, 4, 2)
+    small = replace(machine, device=replace(machine.device, memory_bytes=3.0 * CONTEXT_BYTES))
+    with patch.object(planned_layout, "_cluster", return_value=small):
+        decided = decide_layout(prepared, request, 4, here, 2)
+    assert decided.document is not None and decided.overrides
+    config = settle(prepared, decided).config
+    assert str(resolve_layout(config, 4, 2)) == decided.document["best"]["layout"]
+    assert planned_layout._overrides(
+        Choice(Layout(dp_replicate=2, dp_shard=2), 8, 2), prepared.config, True, 2
+    ) == ("layout.dp_replicate=*", "layout.dp_shard=2")  # fmt: skip
+
+
+def test_hosts_of_other_numbers_are_not_planned() -> None:
+    prepared, request = prepared_of(POINTS)
+    decided = decide_layout(prepared, request, 3, nobody, 2)
+    assert decided.overrides == () and decided.document is None
+    assert "3 processes on 2 hosts are not the same number on each" in decided.decisions[0].because
+
+
+def test_gpus_of_several_hosts_are_joined_as_the_catalog_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = this_machine.MachineFacts("Processor", 4, 16e9, ("NVIDIA H100 80GB HBM3",) * 8)
+    monkeypatch.setattr(this_machine, "look", lambda: facts)
+    monkeypatch.setattr(planned_layout, "look", lambda: facts)
+    found = planned_layout._cluster(True, 16, 2)
+    assert (found.nodes, found.devices_per_node, found.num_devices, found.domain) == (2, 8, 16, 8)
+    assert found.notes[-1].startswith(f"{found.between.name} between nodes") and not found.machine
 
 
 def test_what_model_sets_in_the_environment_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +283,7 @@ def test_a_model_that_uses_a_gpu_while_it_builds_is_left_to_another_process(tmp_
     with patch.object(torch.cuda, "_lazy_init", side_effect=AssertionError("CUDA was initialised here")) as init:
         assert decide_layout(prepared, request, 2, elsewhere) == Decided(())
         init.assert_not_called()
-    assert asked == [("allranks.training.planned_layout:plan_layout", 2, False)]
+    assert asked == [("allranks.training.planned_layout:plan_layout", 2, False, 1)]
 
 
 @pytest.mark.full
@@ -296,9 +341,8 @@ def test_the_plan_is_kept_and_holds_when_the_run_goes_on(tmp_path: Path) -> None
     decided = Decided((), words, {"decided": list(words)})
     run = tmp_path / "run"
     request = TrainRequest(task_spec=POINTS, overrides=request.overrides, run=run, device="cpu")
-    made = open_run(replace(prepared, config=apply(prepared.config, decided)), request)
-    assert decided.document is not None
-    write_plan(made, decided.document)
+    made = open_run(settle(prepared, decided), request)
+    assert json.loads(made.plan_path.read_text()) == decided.document
     made.journal().write_text('{"event": "step", "step": 1}\n')
     made.release()
     again = prepare(request)
@@ -311,7 +355,7 @@ def test_the_users_micro_batch_stays() -> None:
     decided, prepared = decide(POINTS, "train.micro_batch=2")
     assert decided.document is not None and decided.document["best"]["micro_batch"] == 2
     assert not any(word.startswith("train.") for word in decided.overrides)
-    assert apply(prepared.config, decided).train.micro_batch == 2
+    assert settle(prepared, decided).config.train.micro_batch == 2
 
 
 def test_the_users_modes_stay() -> None:

@@ -6,20 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from allranks.errors import AllranksError, ConfigError, LayoutError, RunError
 from allranks.observing.journal import Journal
 from allranks.request import TrainRequest
 from allranks.run import Run
-from allranks.training.prepare import (
-    choose_processes,
-    last_world_size,
-    open_run,
-    prepare,
-    resolve_layout,
-    show_cut,
-)
+from allranks.training.prepare import open_run, prepare, resolve_layout, show_cut
 from tests.training.runs import TASKS
 
 CURVE = f"{TASKS}:Curve"
@@ -300,53 +292,6 @@ def test_a_second_writer_is_refused(run: Path) -> None:
         assert Run.open(run).config().train.steps == 9, "nothing is written into a leased run"
     finally:
         holder.release()
-
-
-def choice(request: TrainRequest) -> tuple[int, str]:
-    """How many processes, and why."""
-    number, decision = choose_processes(prepare(request), request)
-    return number, decision.because
-
-
-def test_how_many_processes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert choice(replace(FIRST, nproc=5)) == (5, "--nproc says so")
-    number, because = choice(FIRST)
-    assert number == 2 and "no GPU" in because
-    assert choice(replace(FIRST, layout="single"))[0] == 1
-    number, because = choice(replace(FIRST, layout="dp_replicate=2,dp_shard=3"))
-    assert number == 6 and "asks for it" in because
-    assert choice(replace(FIRST, layout="dp_shard=*"))[0] == 2
-    number, because = choice(replace(FIRST, overrides=("train.global_batch=1",)))
-    assert number == 1 and "train.global_batch=1" in because
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert choice(FIRST) == (4, "this machine has 4 GPU(s)")
-    assert choice(replace(FIRST, device="cpu"))[0] == 2
-
-
-def test_a_resume_takes_as_many_processes_as_before(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    request = TrainRequest(resume=run)
-    assert last_world_size(Run.open(run)) == 0 and choice(request)[0] == 2
-    journal = Journal(Run.open(run).journal(0))
-    for world_size in (5, 3):
-        journal.write("start", world_size=world_size)
-    journal.close()
-    assert choice(request) == (3, "that is how many it had before")
-    assert choice(replace(request, nproc=1))[0] == 1
-    assert choice(replace(request, layout="single"))[0] == 1
-    journal = Journal(Run.open(run).journal(0))
-    journal.write("start", world_size=3, layout="dp_replicate=3")
-    damages: list[dict[str, Any]] = [{}, {"world_size": "3"}, {"world_size": 0}, {"world_size": 9}]
-    for members in damages:
-        journal.write("start", **{"layout": "dp_replicate=3", **members})
-    journal.write("start", world_size=3, layout="dp_replicat=3")
-    journal.close()
-    number, because = choice(request)
-    assert number == 3 and "5 damaged start event(s) in" in because
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choice(request)[0] == 2, "three processes do not fit on two GPUs"
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:

@@ -72,7 +72,8 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: 
         forkserver.start(_named_task(request), modules=(WORKER,))
     if hosts is not None:
         import_torch_quietly()
-    from allranks.training.prepare import choose_processes, prepare, resolve_layout
+    from allranks.training.choose_processes import choose_processes
+    from allranks.training.prepare import prepare, resolve_layout
 
     prepared = prepare(request)
     num_nodes = environment.num_nodes if hosts is None else hosts.nodes
@@ -84,21 +85,18 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: 
     else:
         num_processes = environment.world_size
         decision = Decision(f"{num_processes} processes", f"so many were started ({environment.launcher})")
-    plan: Document | None = None
-    decided: Sequence[Decision] = ()
-    if environment.launcher == "none" and hosts is None and num_processes > 1 and _is_open(prepared):
-        from allranks.surviving.aside import call_aside
-        from allranks.training.planned_layout import apply, decide_layout
+    decided: Sequence[Decision] | None = None
+    if num_processes > 1 and prepared.is_open:
+        decided = ()  # of several hosts the one that leads decides
+        if hosts is None or request.show:
+            from allranks.surviving.aside import call_aside
+            from allranks.training.planned_layout import decide_layout, settle
 
-        found = decide_layout(prepared, request, num_processes, call_aside)
-        prepared, plan, decided = (
-            replace(prepared, config=apply(prepared.config, found)),
-            found.document,
-            found.decisions,
-        )
-        request = replace(request, overrides=(*request.overrides, *found.overrides))
+            found = decide_layout(prepared, request, num_processes, call_aside, num_nodes)
+            prepared, decided = settle(prepared, found), found.decisions
+            request = replace(request, overrides=(*request.overrides, *found.overrides))
     layout = resolve_layout(prepared.config, num_processes, num_nodes)
-    if not decided:
+    if decided is None:
         decided = [Decision(f"layout {layout}", _because_named(prepared.config.layout, layout))]
     decisions = (*prepared.decisions, decision, *decided)
     if request.show:
@@ -111,7 +109,7 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: 
         return show_sharding(request, layout, num_processes)
     if hosts is not None:
         return run_on_hosts(request, hosts, prepared, nproc, decisions, secret)
-    return _run(request, prepared, num_processes, decisions, plan)
+    return _run(request, prepared, num_processes, decisions)
 
 
 def _because_named(config: LayoutConfig, layout: "Layout") -> str:
@@ -134,11 +132,6 @@ def _check_many(processes: int) -> None:
             f"{processes:,} processes on this machine: at most {MOST_PROCESSES:,}; --show says how a layout of a "
             "cluster is cut, `allranks plan` and `allranks dryrun` need none of its devices"
         )
-
-
-def _is_open(prepared: "Prepared") -> bool:
-    """Whether a plan decides the layout: of a new run whose config names none."""
-    return prepared.kept is None and not prepared.config.layout.chosen
 
 
 def _named_task(request: TrainRequest) -> str:
@@ -167,16 +160,11 @@ def _train_as_worker(request: TrainRequest) -> tuple[int, Document | None]:
 
 
 def _run(
-    request: TrainRequest,
-    prepared: "Prepared",
-    num_processes: int,
-    decisions: Sequence[Decision],
-    plan: Document | None,
+    request: TrainRequest, prepared: "Prepared", num_processes: int, decisions: Sequence[Decision]
 ) -> tuple[int, Document]:
     from allranks.checkpointing.host_memory import check_there
     from allranks.surviving.memory_tier import open_memory
     from allranks.surviving.supervisor import Supervision
-    from allranks.training.plan_kept import write_plan
     from allranks.training.prepare import open_run
     from allranks.training.shortage import halve_micro_batch
 
@@ -184,8 +172,6 @@ def _run(
     if copies:
         check_there()
     run = open_run(prepared, request)
-    if plan is not None:
-        write_plan(run, plan)
     memory = open_memory(run, wanted=copies)
     if memory is None:
         run.begin_attempt()

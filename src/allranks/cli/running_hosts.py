@@ -138,11 +138,11 @@ def run_on_hosts(
             greet(meeting, secret, guard.join_seconds)
         seal = Seal(secret, meeting.scope)
         company = Company(meeting, seal, nodes=hosts.nodes, least=hosts.least, nproc=nproc, guard=guard, tell=_tell)
-        run = _share_run(company, prepared, request, facts)
+        run, decided = _share_run(company, prepared, request, facts, nproc)
         try:
             memory = open_peer_memory(run, wanted=copies)
             supervision = _supervision(run, prepared, company)
-            return train_in_workers(request, run, nproc, decisions, supervision, company, memory)
+            return train_in_workers(request, run, nproc, (*decisions, *decided), supervision, company, memory)
         finally:
             company.leave()
             run.release()
@@ -179,9 +179,10 @@ def facts_here(prepared: "Prepared", hosts: HostsRequest) -> "Facts":
     from allranks.surviving.hosts.introduction import facts_of
     from allranks.training.prepare import CHANGED_BY_RUNS, config_digest
 
-    return facts_of(
-        prepared.spec or DEMO, config_digest(prepared.config, but=CHANGED_BY_RUNS), hosts.words, _versions()
-    )
+    # A layout that a plan decides is in the config of a host that comes later, and not of those that came before.
+    decided = [name for name in prepared.config.flat() if prepared.unnamed and name.startswith("layout.")]
+    digest = config_digest(prepared.config, but=(*CHANGED_BY_RUNS, *decided))
+    return facts_of(prepared.spec or DEMO, digest, hosts.words, _versions())
 
 
 def _versions() -> dict[str, str]:
@@ -190,10 +191,13 @@ def _versions() -> dict[str, str]:
     return {"allranks": __version__, "torch": torch.__version__}
 
 
-def _share_run(company: "Company", prepared: "Prepared", request: TrainRequest, facts: "Facts") -> Run:
+def _share_run(
+    company: "Company", prepared: "Prepared", request: TrainRequest, facts: "Facts", nproc: int
+) -> tuple[Run, tuple[Decision, ...]]:
     """The Run directory: the leader makes or continues it and holds its lease, the others open it.
 
-    What is newer in the leader's memory than on the disk is brought there first.
+    What is newer in the leader's memory than on the disk is brought there first. With it, what was decided of the
+    layout: the leader plans that of a new run which names none.
     """
     from allranks.surviving.hosts.introduction import introduce, learn
     from allranks.surviving.hosts.losses import LOST
@@ -202,10 +206,12 @@ def _share_run(company: "Company", prepared: "Prepared", request: TrainRequest, 
     from allranks.training.prepare import open_run
 
     assert request.hosts is not None
-    wait = prepared.config.guard.join_seconds
+    wait, decided = prepared.config.guard.join_seconds, ()
     try:
         path = learn(company.notices, facts, request.hosts.endpoint, wait, company.seek)
         if path is None:
+            if prepared.is_open and nproc * request.hosts.nodes > 1:
+                prepared, decided = _plan(prepared, request, request.hosts, nproc)
             run = open_run(prepared, request)
             copies = open_memory(run, wanted=False)
             if copies is not None:
@@ -220,7 +226,22 @@ def _share_run(company: "Company", prepared: "Prepared", request: TrainRequest, 
     except LOST as error:
         raise company.explain(error) from error
     company.seating.attempt = lambda: run.attempts
-    return run
+    return run, decided
+
+
+def _plan(
+    prepared: "Prepared", request: TrainRequest, hosts: HostsRequest, nproc: int
+) -> tuple["Prepared", tuple[Decision, ...]]:
+    """With the layout that a plan decides for all hosts together, if it fits every number of them."""
+    from allranks.surviving.aside import call_aside
+    from allranks.training.planned_layout import decide_layout, settle, unplanned
+
+    found = decide_layout(prepared, request, nproc * hosts.nodes, call_aside, hosts.nodes)
+    try:
+        check_all_sizes(settle(prepared, found), nproc, hosts)
+    except LayoutError as error:
+        found = unplanned(str(error))
+    return settle(prepared, found), found.decisions
 
 
 def _open_shared(path: Path) -> Run:

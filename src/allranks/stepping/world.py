@@ -77,21 +77,25 @@ class Processes:
 
     def share(self, value: Any) -> Any:
         """Rank 0's JSON value, on every rank; collective."""
-        if self.size == 1:
-            return value
-        text = json.dumps(value).encode() if self.rank == 0 else b""
-        length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
-        dist.broadcast(length, 0)
-        data = torch.zeros(int(length.item()), dtype=torch.uint8, device=self.device)
-        if self.rank == 0:
-            data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(data, 0)
-        return json.loads(bytes(data.cpu().tolist()))
+        return value if self.size == 1 else share(value, self.device)
 
     def barrier(self) -> None:
         """Wait for every process."""
         if self.size > 1:
             dist.barrier()
+
+
+def share(value: Any, device: torch.device) -> Any:
+    """Rank 0's JSON value, on every rank of the default group, by way of `device`; collective."""
+    first = dist.get_rank() == 0
+    text = json.dumps(value).encode() if first else b""
+    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    dist.broadcast(length, 0)
+    data = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    if first:
+        data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    dist.broadcast(data, 0)
+    return json.loads(bytes(data.cpu().tolist()))
 
 
 def gather_processes(environment: ProcessEnvironment, choice: DeviceChoice, layout: Layout) -> Processes:

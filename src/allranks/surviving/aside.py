@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from typing import Any, final
 
@@ -41,7 +41,18 @@ def call_aside(entry: str, *args: Any, within: float | None = None) -> Any:
         ProcessError: the function raised, in one line, or its process ended before it had answered.
     """
     forked = choose_start_method().name == "forkserver"
-    context = get_context("forkserver") if forked else get_context("spawn")
+    return _call("forkserver" if forked else "spawn", entry, args, within)
+
+
+def call_spawned(entry: str, *args: Any) -> Any:
+    """The same in a fresh interpreter, for a process that starts no others: a fork server would stay as long as it."""
+    return _call("spawn", entry, args, None)
+
+
+def _call(method: str, entry: str, args: tuple[Any, ...], within: float | None) -> Any:
+    if current_process().daemon:
+        raise ProcessError("this process was started as a daemon, which may start no other")
+    context: Any = get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     start = _Start(os.getpid(), dict(os.environ), os.getcwd())
     process = context.Process(target=_answer, args=(start, entry, args, sender), daemon=True)

@@ -65,10 +65,14 @@ class Decided:
     document: dict[str, Any] | None = field(default=None)
 
 
-def decide_layout(prepared: Prepared, request: TrainRequest, num_processes: int, aside: Aside) -> Decided:
-    """The layout for `num_processes` of this machine. For a new run of several processes whose config names none.
+def decide_layout(
+    prepared: Prepared, request: TrainRequest, num_processes: int, aside: Aside, num_nodes: int = 1
+) -> Decided:
+    """The layout for `num_processes`, of a new run of several whose config names none.
 
     Args:
+        num_nodes: on as many machines like this one, each with the same number; between them is what the catalog
+            joins such machines with, since nobody measured that.
         aside: calls "package.module:function" with arguments in a process of its own, as `call_aside` does. Here CUDA
             is not initialised, whose context would lie on a GPU for as long as the run lasts. It is waited for: who
             ended it would end the user's dataset in the middle of what that writes.
@@ -78,23 +82,23 @@ def decide_layout(prepared: Prepared, request: TrainRequest, num_processes: int,
         return _default(f"layout.{beside} is set, which a plan does not weigh")
     on_gpu = request.device != "cpu" and torch.cuda.device_count() > 0
     try:
-        cluster, sketch = _cluster(on_gpu, num_processes), None
+        cluster, sketch = _cluster(on_gpu, num_processes, num_nodes), None
         with contextlib.suppress(Exception), _environment_kept(), device_untouched():
             sketch = sketch_of(prepared, _kind(on_gpu))
         known = None if sketch is None else find_known(sketch.key)
         if known is not None and _answers(known, prepared, cluster):
             return _planned(prepared, cluster, known, small=_is_small(sketch, prepared.config, cluster))
-        planned = aside(f"{__name__}:{plan_layout.__name__}", request, num_processes, on_gpu)
+        planned = aside(f"{__name__}:{plan_layout.__name__}", request, num_processes, on_gpu, num_nodes)
         assert isinstance(planned, Decided)
         return planned
     except AllranksError as error:
-        return _unplanned(str(error))
+        return unplanned(str(error))
 
 
-def plan_layout(request: TrainRequest, num_processes: int, on_gpu: bool) -> Decided:
+def plan_layout(request: TrainRequest, num_processes: int, on_gpu: bool, num_nodes: int = 1) -> Decided:
     """The same in whatever process, from a trace where none is known: model() runs here as it is."""
     try:
-        prepared, cluster, sketch = prepare(request), _cluster(on_gpu, num_processes), None
+        prepared, cluster, sketch = prepare(request), _cluster(on_gpu, num_processes, num_nodes), None
         with contextlib.suppress(Exception):
             sketch = sketch_of(prepared, _kind(on_gpu))
         known = None if sketch is None else find_known(sketch.key)
@@ -106,11 +110,11 @@ def plan_layout(request: TrainRequest, num_processes: int, on_gpu: bool) -> Deci
         decided = _planned(prepared, cluster, known, small=_is_small(sketch, prepared.config, cluster))
         return replace(decided, decisions=(*told, *decided.decisions))
     except AllranksError as error:
-        return _unplanned(str(error))
+        return unplanned(str(error))
     except Exception as error:
         # The user's code, in a trace. Where it is a real fault, the workers raise it again.
         line = next(iter(str(error).splitlines()), "")
-        return _unplanned(f"{type(error).__name__}: {line}")
+        return unplanned(f"{type(error).__name__}: {line}")
 
 
 def _kind(on_gpu: bool) -> str:
@@ -133,16 +137,18 @@ def _is_small(sketch: Sketch | None, config: Config, cluster: Cluster) -> bool:
     return state <= OBVIOUS * cluster.device.memory_bytes
 
 
-def apply(prepared: Config, decided: Decided) -> Config:
-    """The config with what was decided in it."""
-    return override_config(prepared, decided.overrides) if decided.overrides else prepared
+def settle(prepared: Prepared, decided: Decided) -> Prepared:
+    """With what was decided in the config, and the plan that stands in the Run directory."""
+    config = override_config(prepared.config, decided.overrides) if decided.overrides else prepared.config
+    return replace(prepared, config=config, plan=decided.document)
 
 
 def _default(because: str) -> Decided:
     return Decided((Decision(DEFAULT, because),))
 
 
-def _unplanned(because: str) -> Decided:
+def unplanned(because: str) -> Decided:
+    """ddp, since no plan could be made."""
     return _default(f"it could not be planned: {because}")
 
 
@@ -153,21 +159,32 @@ def _beyond_a_plan(layout: LayoutConfig) -> str:
     return next((name for name in names if getattr(layout, name) != getattr(usual, name)), "")
 
 
-def _cluster(on_gpu: bool, num_processes: int) -> Cluster:
-    """This machine, as it was measured where it was. Raises ConfigError where nobody says what its GPUs are."""
-    if on_gpu:
-        unnamed = look().unnamed
-        found = None if unnamed else local_cluster(num_processes)
-        if found is None or found.device.kind == "cpu":
-            raise ConfigError(f"nvidia-smi does not name the GPUs that torch sees{unnamed and f': {unnamed}'}")
-        return cluster_of(found, num_processes)
-    return cpu_cluster(1, num_processes, None, name="local")
+def _cluster(on_gpu: bool, num_processes: int, num_nodes: int) -> Cluster:
+    """Machines like this one, as it was measured where it was.
+
+    Raises ConfigError where nobody says what its GPUs are, or the machines cannot have the same number of processes.
+    """
+    each, left = divmod(num_processes, num_nodes)
+    if left:
+        raise ConfigError(f"{num_processes} processes on {num_nodes} hosts are not the same number on each")
+    name = "local" if num_nodes == 1 else f"{num_nodes} hosts like this one"
+    if not on_gpu:
+        return cpu_cluster(num_nodes, each, None, name=name)
+    unnamed = look().unnamed
+    found = None if unnamed else local_cluster(each)
+    if found is None or found.device.kind == "cpu":
+        raise ConfigError(f"nvidia-smi does not name the GPUs that torch sees{unnamed and f': {unnamed}'}")
+    one = cluster_of(found, each)
+    if num_nodes == 1:
+        return one
+    joined = f"{one.between.name} between nodes, because nobody said what joins them"
+    return replace(one, name=name, nodes=num_nodes, machine="", corrections={}, notes=(*one.notes, joined))
 
 
 def _planned(prepared: Prepared, cluster: Cluster, known: KnownTask, *, small: bool) -> Decided:
     """From what is known of the model, by a search over every layout."""
     if known.fault:
-        return _unplanned(known.fault)
+        return unplanned(known.fault)
     config = prepared.config
     question = _question(prepared, cluster, known)
     plan = make_plan(question)
@@ -177,8 +194,9 @@ def _planned(prepared: Prepared, cluster: Cluster, known: KnownTask, *, small: b
         why = plan.refusals[0].because if plan.refusals else "there is none"
         return _default(f"every layout is refused: {why}")
     fixed = question.space().micro_steps is not None
-    overrides = () if kept else _overrides(plan.leading.estimate.choice, config, fixed)
-    resolve_layout(override_config(config, overrides), cluster.num_devices)  # what it refuses, it says before a start
+    overrides = () if kept else _overrides(plan.leading.estimate.choice, config, fixed, cluster.nodes)
+    # What it refuses, it says before a start.
+    resolve_layout(override_config(config, overrides), cluster.num_devices, cluster.nodes)
     told = [Decision(*explain(cluster))] if cluster.corrections else []
     decision = _explain(plan.leading, plan.best is not None)
     return Decided((*told, decision), overrides, {**plan_document(plan), "decided": list(overrides)})
@@ -211,22 +229,24 @@ def _keeping_ddp(plan: Plan, question: Question, config: Config) -> Plan | None:
     space, cluster, batch = question.space(), question.cluster, question.global_batch
     if plan.best is None:
         return None
-    layout = Layout.resolve(config.layout, cluster.num_devices)
+    layout = Layout.resolve(config.layout, cluster.num_devices, cluster.nodes)
     size = config.train.micro_batch or -(-batch // (layout.dp * (space.micro_steps or 1)))
     precision = plan.best.estimate.choice.precision
     choice = Choice(layout, batch, size, precision, upkeep=question.upkeep)
     ddp, fastest = estimate(space.profiles[precision], cluster, choice), plan.best.estimate
-    guessed = cluster.device.name == "cpu" and not cluster.device.measured
+    unmeasured = cluster.device.name == "cpu" and not cluster.device.measured
+    guessed = unmeasured or cluster.nodes > 1
     seconds = fastest.step_seconds.expected
     if not ddp.fits or (not guessed and seconds < (1 - FASTER) * ddp.step_seconds.expected):
         return None
     if fastest.choice == choice:
         return plan
-    stays = (
-        "by figures that are a guess, until `allranks doctor --calibrate` has measured this machine"
-        if guessed
-        else f"less than {FASTER:.0%} is no reason to leave it"
-    )
+    if unmeasured:
+        stays = "by figures that are a guess, until `allranks doctor --calibrate` has measured this machine"
+    elif guessed:
+        stays = "by a guess of what joins the hosts, which `allranks plan --cluster NxM:DEVICE@FABRIC --save` is told"
+    else:
+        stays = f"less than {FASTER:.0%} is no reason to leave it"
     because = (
         f"its step is predicted at {format_seconds(ddp.step_seconds.expected)}, and the fastest,"
         f" {fastest.choice.layout} by micro-batches of {fastest.choice.micro_batch}, at {format_seconds(seconds)}:"
@@ -241,10 +261,13 @@ def _explain(leading: Ranked, fits: bool) -> Decision:
     return Decision(f"layout {choice.layout}, micro_batch {choice.micro_batch}", because)
 
 
-def _overrides(choice: Choice, config: Config, fixed: bool) -> tuple[str, ...]:
-    """The keys that mean `choice`; the data-parallel degree stays open, so that a resume may have other processes."""
+def _overrides(choice: Choice, config: Config, fixed: bool, num_nodes: int) -> tuple[str, ...]:
+    """The keys that mean `choice`; a data-parallel degree stays open, so that a resume may have other processes.
+
+    Of several machines it is the one that spans them.
+    """
     table = layout_table(choice.layout)
-    for name in ("dp_shard", "dp_replicate"):
+    for name in ("dp_shard", "dp_replicate") if num_nodes == 1 else ("dp_replicate", "dp_shard"):
         if name in table:
             table[name] = "*"
             break

@@ -22,23 +22,21 @@ from allranks.config import (
     resolve_config,
 )
 from allranks.data.cut import cut_step
-from allranks.errors import ConfigError, LayoutError, RunError
+from allranks.errors import ConfigError, RunError
 from allranks.home_directory import expand
-from allranks.layout import Layout, num_processes, render_layout
+from allranks.layout import Layout
 from allranks.layout_refusals import refuse_float8, refuse_unsupported
-from allranks.layout_string import parse_layout
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.slow_links import check_slow_links
 from allranks.task import Task, TaskSpec, load_task_class
 from allranks.training.anew import begin_anew, explain_anew, holds_nothing
 from allranks.training.load import make_task, task_of_run
-from allranks.training.plan_kept import decided_overrides, keep_plan
+from allranks.training.plan_kept import decided_overrides, keep_plan, write_plan
 from allranks.verdict import Decision
 
 RUNS = Path("runs")
 DEMO, DEMO_NAME = "allranks.training.demo:Text", "demo"
-CPU_PROCESSES = 2
 SKIP = "data.skip"
 MICRO = ("train.micro_batch", "train.micro_steps")
 CHANGED_BY_RUNS = (SKIP, *MICRO)  # after a rollback, after want of memory
@@ -55,6 +53,8 @@ class Prepared:
         kept: the Run that is continued, or None for a new one.
         replaced: a Run in which nothing was done, and in whose directory the new one begins.
         decisions: what was decided about that.
+        plan: that decided its layout, to be kept in its directory; None where none did.
+        unnamed: whether nobody names a layout: a plan decides it, or has done so when the run began.
     """
 
     config: Config
@@ -63,6 +63,13 @@ class Prepared:
     kept: Run | None
     replaced: Run | None = None
     decisions: tuple[Decision, ...] = ()
+    plan: Mapping[str, Any] | None = None
+    unnamed: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a plan decides the layout for several processes: the run is new, and nobody names one."""
+        return self.kept is None and self.unnamed
 
     @property
     def name(self) -> str:
@@ -85,14 +92,16 @@ def prepare(request: TrainRequest) -> Prepared:
         config = _resolve(request, defaults, None)
         if changed_keys(old, config) or _is_other_task(kept, spec):
             decision = explain_anew(kept, spec or DEMO, config)
-            return Prepared(config, spec, make_task(spec, config), None, kept, (decision,))
+            unnamed = not config.layout.chosen
+            return Prepared(config, spec, make_task(spec, config), None, kept, (decision,), unnamed=unnamed)
     config = _resolve(request, defaults, old)
+    unnamed = not config.layout.chosen
     if kept is not None and old is not None:
         kept.check_config()
         config = _keep_changed(_as_decided(config, kept), old, kept, request.change)
         _check_same_task(kept, spec)
         check_resumable(old, config, request.change)
-    return Prepared(config, spec, make_task(spec, config), kept)
+    return Prepared(config, spec, make_task(spec, config), kept, unnamed=unnamed)
 
 
 def _resolve(request: TrainRequest, defaults: Mapping[str, object], old: Config | None) -> Config:
@@ -133,54 +142,6 @@ def _go_around(config: Config, old: Config, change: Sequence[str]) -> Config:
     if SKIP in change or not old.data.left_out.covers(config.data.left_out):
         return config
     return config.model_copy(update={"data": config.data.model_copy(update={"skip": old.data.skip})})
-
-
-def choose_processes(prepared: Prepared, request: TrainRequest, nodes: int = 1) -> tuple[int, Decision]:
-    """How many processes this machine starts, with because."""
-    if request.nproc is not None:
-        return request.nproc, Decision(_count(request.nproc), "--nproc says so")
-    config = prepared.config
-    gpus = torch.cuda.device_count() if request.device != "cpu" else 0
-    before = 0 if prepared.kept is None else last_world_size(prepared.kept)
-    if before and (not gpus or before <= gpus):
-        available, because = before, "that is how many it had before" + _tell_damage(prepared.kept)
-    elif gpus:
-        available, because = gpus, f"this machine has {gpus} GPU(s)" + _tell_damage(prepared.kept)
-    else:
-        because = "there is no GPU, and two processes show what more would do" + _tell_damage(prepared.kept)
-        available = CPU_PROCESSES
-    chosen = num_processes(config.layout, available, nodes)
-    if chosen != available:
-        because = f"the layout {render_layout(config.layout)} asks for it"
-    elif not config.layout.chosen and chosen > config.train.global_batch:
-        chosen = config.train.global_batch
-        because = f"train.global_batch={chosen} gives no more than that a sample"
-    return chosen, Decision(_count(chosen), because)
-
-
-def last_world_size(run: Run) -> int:
-    """The processes of the run's last attempt, or 0 where it had none; damaged starts are left out."""
-    starts = [event for event in run.events(0) if event["event"] == "start"]
-    return next((event["world_size"] for event in reversed(starts) if _is_sound(event)), 0)
-
-
-def _tell_damage(run: Run | None) -> str:
-    """Which starts `last_world_size` left out; "" where there is nothing to say."""
-    if run is None:
-        return ""
-    damaged = sum(event["event"] == "start" and not _is_sound(event) for event in run.events(0))
-    return f" ({damaged} damaged start event(s) in {run.journal(0)} left out)" if damaged else ""
-
-
-def _is_sound(start: Mapping[str, Any]) -> bool:
-    """Whether it tells a number of processes, and the one that its layout has."""
-    size, layout = start.get("world_size"), start.get("layout")
-    if type(size) is not int or size < 1:
-        return False
-    try:
-        return not isinstance(layout, str) or num_processes(parse_layout(layout), size) == size
-    except (ConfigError, LayoutError):
-        return False
 
 
 def resolve_layout(config: Config, world_size: int, nodes: int = 1) -> Layout:
@@ -229,6 +190,8 @@ def open_run(prepared: Prepared, request: TrainRequest) -> Run:
         run = Run.create(RUNS, prepared.name, prepared.config, facts, directory=request.run)
         run.acquire()
     keep_plan(run, request.toml)
+    if prepared.plan is not None:
+        write_plan(run, prepared.plan)
     return run
 
 
@@ -248,7 +211,9 @@ def _prepare_resume(request: TrainRequest, kept: Run) -> Prepared:
     old = kept.config()
     config = _go_around(_anchor_text(override_config(old, request.overrides, request.layout)), old, request.change)
     check_resumable(old, config, request.change)
-    return Prepared(config, kept.task, task_of_run(kept, config), kept)
+    decided = any(word.startswith("layout.") for word in decided_overrides(kept))
+    unnamed = (decided or not old.layout.chosen) and config.layout == old.layout
+    return Prepared(config, kept.task, task_of_run(kept, config), kept, unnamed=unnamed)
 
 
 def _anchor_text(config: Config) -> Config:
@@ -293,7 +258,3 @@ def _is_other_task(kept: Run, spec: str | None) -> bool:
 def _differ(asked: str, kept: str) -> bool:
     names: Sequence[str] = (asked.partition(":")[2], kept.partition(":")[2])
     return all(names) and names[0] != names[1]
-
-
-def _count(number: int) -> str:
-    return "1 process" if number == 1 else f"{number} processes"

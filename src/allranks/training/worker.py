@@ -10,7 +10,7 @@ from pathlib import Path
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.mirror import Mirror
-from allranks.errors import AllranksError, ConfigError, GuardError, ProcessError, RunError
+from allranks.errors import ConfigError, GuardError, ProcessError
 from allranks.failure import is_out_of_memory
 from allranks.launching.environment import read_environment
 from allranks.observing import heartbeat
@@ -31,7 +31,7 @@ from allranks.training.logs import log_of_rank
 from allranks.training.memory_copies import MemoryCopies, forsake, lies_in, tell_tier
 from allranks.training.mirroring import Mirroring
 from allranks.training.peer_copies import hosts_of
-from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
+from allranks.training.prepare import Prepared, prepare, resolve_layout
 from allranks.training.rollbacks import add_range, told_at_start
 from allranks.training.same_data import compare_data, tell_data
 from allranks.training.saver import Saver
@@ -41,6 +41,7 @@ from allranks.training.snapshot import Contents, kept_schedule
 from allranks.training.starting_point import OPEN_MIRROR, find_starting_point
 from allranks.training.stop import StopRequests
 from allranks.training.trainer import Ending, Trainer
+from allranks.training.without_agent import plan_together, share_run
 from allranks.verdict import Decision
 
 FREE_CHECKPOINTS = "delete what is left in checkpoints/ by hand, or give this user the right to"
@@ -85,12 +86,18 @@ def work(assignment: Assignment) -> int:
     prepared = _prepared(assignment)
     if prepared.config.checkpoint.memory_every is not None and assignment.memory is None:
         raise ConfigError(f"checkpoint.memory_every: {NEEDS_SUPERVISOR}")
-    layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
+    size, nodes = environment.world_size, environment.num_nodes
+    planned = prepared.is_open and size > 1
+    layout = None if planned else resolve_layout(prepared.config, size, nodes)
     choice = choose_device(environment, assignment.request.device, prepared.config.train.backend, layout)
     choice = start(environment, choice, timeout_seconds=prepared.config.guard.longest_wait)
     try:
+        if planned:
+            prepared = plan_together(prepared, assignment.request, environment, choice.device)
+        layout = resolve_layout(prepared.config, size, nodes)
         processes = gather_processes(environment, choice, layout)
-        run = _join_run(assignment, prepared, processes)
+        run = prepared.kept if assignment.run is not None else share_run(prepared, assignment.request, processes)
+        assert run is not None
         if assignment.announce is not None:
             assignment.announce(run.path)
         try:
@@ -277,23 +284,3 @@ def _check_attempt(run: Run) -> None:
         raise ProcessError(
             f"this worker is of attempt {told}; attempt {run.attempts} of {run.path} has begun meanwhile"
         )
-
-
-def _join_run(assignment: Assignment, prepared: Prepared, processes: Processes) -> Run:
-    """The Run on every rank. Where no command made it, rank 0 does, and holds its lease; collective then."""
-    if assignment.run is not None:
-        assert prepared.kept is not None
-        return prepared.kept
-    found: dict[str, str] = {}
-    run: Run | None = None
-    if processes.rank == 0:
-        try:
-            run = open_run(prepared, assignment.request)
-            run.begin_attempt()
-            found = {"path": str(run.path.resolve())}
-        except AllranksError as error:
-            found = {"error": str(error)}
-    found = processes.share(found)
-    if "error" in found:
-        raise RunError(found["error"])
-    return run if run is not None else Run.open(Path(found["path"]))

@@ -1,0 +1,62 @@
+"""What ranks settle among themselves where torchrun, srun or mpirun has started them, and the command elsewhere.
+
+That is the layout of a run that names none, and the Run directory. Rank 0 decides, and tells the others.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from allranks.errors import AllranksError, RunError
+from allranks.process_environment import ProcessEnvironment
+from allranks.request import TrainRequest
+from allranks.run import Run
+from allranks.stepping.world import Processes, share
+from allranks.surviving.aside import call_spawned
+from allranks.training.prepare import Prepared, open_run
+from allranks.verdict import Decision
+
+
+def plan_together(
+    prepared: Prepared, request: TrainRequest, environment: ProcessEnvironment, device: torch.device
+) -> Prepared:
+    """`prepared` with the layout that rank 0 decides for all; collective over the default group.
+
+    Args:
+        prepared: of a new run of several processes whose config names no layout.
+        device: by which this rank speaks to the others.
+    """
+    from allranks.training.planned_layout import Decided, decide_layout, settle
+
+    told: dict[str, Any] = {}
+    if environment.rank == 0:
+        size, nodes = environment.world_size, environment.num_nodes
+        found = decide_layout(prepared, request, size, call_spawned, nodes)
+        told = {"overrides": found.overrides, "document": found.document}
+        told["decisions"] = [(one.what, one.because) for one in found.decisions]
+    told = share(told, device)
+    decisions = tuple(Decision(*words) for words in told["decisions"])
+    settled = settle(prepared, Decided(decisions, tuple(told["overrides"]), told["document"]))
+    return replace(settled, decisions=(*prepared.decisions, *decisions))
+
+
+def share_run(prepared: Prepared, request: TrainRequest, processes: Processes) -> Run:
+    """The Run on every rank: rank 0 makes or continues it, and holds its lease; collective.
+
+    Raises RunError on all of them where rank 0 cannot.
+    """
+    found: dict[str, str] = {}
+    run: Run | None = None
+    if processes.rank == 0:
+        try:
+            run = open_run(prepared, request)
+            run.begin_attempt()
+            found = {"path": str(run.path.resolve())}
+        except AllranksError as error:
+            found = {"error": str(error)}
+    found = processes.share(found)
+    if "error" in found:
+        raise RunError(found["error"])
+    return run if run is not None else Run.open(Path(found["path"]))
