@@ -71,7 +71,7 @@ def test_sizes_alone_are_a_model() -> None:
     "changes", [{"kv_heads": 2}, {"experts": 4, "top_k": 2}], ids=["shared keys", "experts of two matrices"]
 )
 def test_what_no_module_has_is_refused(changes: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="shape can be planned and not rehearsed: .* give a Task"):
+    with pytest.raises(ConfigError, match=r"shape can be planned and not rehearsed: .* give a Task"):
         Named(name="", layers=2, hidden=64, heads=4, **changes).model()  # type: ignore[arg-type]
 
 

@@ -12,6 +12,7 @@ import torch
 from allranks.errors import AllranksError
 from allranks.request import TrainRequest
 from allranks.run import Run
+from allranks.surviving.aside import call_spawned
 from allranks.training.prepare import open_run, prepare
 from allranks.training.stop import SIGNALS
 from allranks.training.worker import Assignment, work
@@ -66,17 +67,21 @@ def train_outside(
     resume: Path | None = None,
     layout: str | None = None,
     memory: Path | None = None,
+    plans: bool = False,
 ) -> list[int | str]:
-    """The same as the ranks of an outside launcher, each in a process of its own: exit codes, or errors of ours."""
+    """The same as the ranks of an outside launcher, each in a process of its own: exit codes, or errors of ours.
+
+    `plans`: as the command has it, rank 0 plans the layout of a run that names none; else it is ddp.
+    """
     spec = spec_of(task)
     request = TrainRequest(task_spec=spec, overrides=overrides, run=run, resume=resume, layout=layout)
-    found: list[int | str] = pool(world_size).run_alone(_work_outside, request, memory, timeout=120.0)
+    found: list[int | str] = pool(world_size).run_alone(_work_outside, request, memory, plans, timeout=120.0)
     return found
 
 
-def _work_outside(request: TrainRequest, memory: Path | None) -> int | str:
+def _work_outside(request: TrainRequest, memory: Path | None, plans: bool) -> int | str:
     try:
-        return work(Assignment(request, memory=memory))
+        return work(Assignment(request, memory=memory, aside=call_spawned if plans else None))
     except AllranksError as error:
         return f"{type(error).__name__}: {error}"
 

@@ -65,14 +65,8 @@ class Rehearser:
     def words(self, question: Question, choice: Choice) -> list[str]:
         """What `allranks dryrun` is told, so that it rehearses just this choice."""
         layout, cluster = choice.layout, question.cluster.name
-        found = [
-            *self._arguments,
-            *self._sizes,
-            "--cluster",
-            self._clusters.get(cluster, cluster),
-            "--layout",
-            str(layout),
-        ]
+        where = self._clusters.get(cluster, cluster)
+        found = [*self._arguments, *self._sizes, "--cluster", where, "--layout", str(layout)]
         if layout.cp > 1:
             found.append(f"layout.context={layout.context}")
         found += [f"train.global_batch={choice.global_batch}", f"train.precision={choice.precision}"]

@@ -149,12 +149,13 @@ def _train_as_worker(request: TrainRequest) -> tuple[int, Document | None]:
     from allranks.lifeline import die_with_parent
     from allranks.observing import heartbeat
     from allranks.recorded import run_recorded
+    from allranks.surviving.aside import call_spawned
     from allranks.training.worker import Assignment, work
 
     die_with_parent(os.getppid())
     rank = read_environment(os.environ).rank
     runs: list[Path] = []
-    assignment = Assignment(request, announce=runs.append)
+    assignment = Assignment(request, announce=runs.append, aside=call_spawned)
     code = run_recorded(work, (assignment,), rank=rank, folder=None, step=lambda: heartbeat.current().step)
     return code, document(runs[0], code) if rank == 0 and runs else None
 

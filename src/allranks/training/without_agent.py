@@ -3,6 +3,7 @@
 That is the layout of a run that names none, and the Run directory. Rank 0 decides, and tells the others.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,30 @@ from allranks.process_environment import ProcessEnvironment
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.stepping.world import Processes, share
-from allranks.surviving.aside import call_spawned
 from allranks.training.prepare import Prepared, open_run
 from allranks.verdict import Decision
 
 
 def plan_together(
-    prepared: Prepared, request: TrainRequest, environment: ProcessEnvironment, device: torch.device
+    prepared: Prepared,
+    request: TrainRequest,
+    environment: ProcessEnvironment,
+    device: torch.device,
+    aside: Callable[..., Any],
 ) -> Prepared:
     """`prepared` with the layout that rank 0 decides for all; collective over the default group.
 
     Args:
         prepared: of a new run of several processes whose config names no layout.
         device: by which this rank speaks to the others.
+        aside: as `decide_layout`'s.
     """
     from allranks.training.planned_layout import Decided, decide_layout, settle
 
     told: dict[str, Any] = {}
     if environment.rank == 0:
         size, nodes = environment.world_size, environment.num_nodes
-        found = decide_layout(prepared, request, size, call_spawned, nodes)
+        found = decide_layout(prepared, request, size, aside, nodes)
         told = {"overrides": found.overrides, "document": found.document}
         told["decisions"] = [(one.what, one.because) for one in found.decisions]
     told = share(told, device)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import Checkpoint
@@ -61,6 +62,8 @@ class Assignment:
         run: the Run directory that the command has made and leased; None where an outside launcher started the ranks.
         decisions: what the command chose, for the banner.
         announce: told where the Run is, once it is there.
+        aside: calls a function in a process of its own, where rank 0 plans the layout of a run that names none; None:
+            where the command has done so, or nobody is to.
         memory: the directory in this host's memory that the command has leased for copies of the state; None: none.
         peers: whether other hosts have such directories, too, and each a part of every copy.
         first_attempt: the command's first one, by the run's count: later ones go on where it would have refused; None:
@@ -72,6 +75,7 @@ class Assignment:
     run: Path | None = None
     decisions: tuple[Decision, ...] = ()
     announce: Callable[[Path], None] | None = None
+    aside: Callable[..., Any] | None = None
     memory: Path | None = None
     peers: bool = False
     first_attempt: int | None = None
@@ -87,13 +91,13 @@ def work(assignment: Assignment) -> int:
     if prepared.config.checkpoint.memory_every is not None and assignment.memory is None:
         raise ConfigError(f"checkpoint.memory_every: {NEEDS_SUPERVISOR}")
     size, nodes = environment.world_size, environment.num_nodes
-    planned = prepared.is_open and size > 1
-    layout = None if planned else resolve_layout(prepared.config, size, nodes)
+    aside = assignment.aside if prepared.is_open and size > 1 else None
+    layout = None if aside is not None else resolve_layout(prepared.config, size, nodes)
     choice = choose_device(environment, assignment.request.device, prepared.config.train.backend, layout)
     choice = start(environment, choice, timeout_seconds=prepared.config.guard.longest_wait)
     try:
-        if planned:
-            prepared = plan_together(prepared, assignment.request, environment, choice.device)
+        if aside is not None:
+            prepared = plan_together(prepared, assignment.request, environment, choice.device, aside)
         layout = resolve_layout(prepared.config, size, nodes)
         processes = gather_processes(environment, choice, layout)
         run = prepared.kept if assignment.run is not None else share_run(prepared, assignment.request, processes)
