@@ -46,8 +46,10 @@ def test_the_answer_comes_back_and_nothing_else(
 def test_in_a_fresh_interpreter_no_server_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALLRANKS_TOLD", "now")
     before = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    monkeypatch.setenv("RANK", "0")
     pid, answer, _ = call_spawned(f"{HERE}:look", "text")
     assert pid != os.getpid() and answer == "TEXT"
+    assert call_spawned("os:getenv", "RANK") is None and call_spawned("os:getenv", "ALLRANKS_TOLD") == "now"
     assert forkserver._forkserver._forkserver_pid == before  # type: ignore[attr-defined]
 
 

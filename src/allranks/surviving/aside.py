@@ -17,6 +17,13 @@ from allranks.surviving.child import HELD_BACK
 from allranks.surviving.forkserver import choose_start_method, main_hidden
 
 
+OF_RANKS = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_", "OMPI_", "PMI_", "PMIX_", "MPI_"),
+)
+"""How the names of variables begin by which launchers tell a process which rank it is."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _Start:
@@ -41,20 +48,24 @@ def call_aside(entry: str, *args: Any, within: float | None = None) -> Any:
         ProcessError: the function raised, in one line, or its process ended before it had answered.
     """
     forked = choose_start_method().name == "forkserver"
-    return _call("forkserver" if forked else "spawn", entry, args, within)
+    return _call("forkserver" if forked else "spawn", entry, args, within, os.environ)
 
 
 def call_spawned(entry: str, *args: Any) -> Any:
-    """The same in a fresh interpreter, for a process that starts no others: a fork server would stay as long as it."""
-    return _call("spawn", entry, args, None)
+    """The same from a rank of another launcher: in a fresh interpreter, that does not take itself for a rank.
+
+    A fork server would stay as long as this process.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
+    return _call("spawn", entry, args, None, environ)
 
 
-def _call(method: str, entry: str, args: tuple[Any, ...], within: float | None) -> Any:
+def _call(method: str, entry: str, args: tuple[Any, ...], within: float | None, environ: Mapping[str, str]) -> Any:
     if current_process().daemon:
         raise ProcessError("this process was started as a daemon, which may start no other")
     context: Any = get_context(method)
     receiver, sender = context.Pipe(duplex=False)
-    start = _Start(os.getpid(), dict(os.environ), os.getcwd())
+    start = _Start(os.getpid(), dict(environ), os.getcwd())
     process = context.Process(target=_answer, args=(start, entry, args, sender), daemon=True)
     try:
         with main_hidden():

@@ -66,13 +66,21 @@ class Decided:
 
 
 def decide_layout(
-    prepared: Prepared, request: TrainRequest, num_processes: int, aside: Aside, num_nodes: int = 1
+    prepared: Prepared,
+    request: TrainRequest,
+    num_processes: int,
+    aside: Aside,
+    num_nodes: int = 1,
+    *,
+    here: bool = True,
 ) -> Decided:
     """The layout for `num_processes`, of a new run of several whose config names none.
 
     Args:
         num_nodes: on as many machines like this one, each with the same number; between them is what the catalog
             joins such machines with, since nobody measured that.
+        here: whether model() may run in this process; not in a rank, whose draws it would move on, and whose peers are
+            not in it.
         aside: calls "package.module:function" with arguments in a process of its own, as `call_aside` does. Here CUDA
             is not initialised, whose context would lie on a GPU for as long as the run lasts. It is waited for: who
             ended it would end the user's dataset in the middle of what that writes.
@@ -84,7 +92,7 @@ def decide_layout(
     try:
         cluster, sketch = _cluster(on_gpu, num_processes, num_nodes), None
         with contextlib.suppress(Exception), _environment_kept(), device_untouched():
-            sketch = sketch_of(prepared, _kind(on_gpu))
+            sketch = sketch_of(prepared, _kind(on_gpu)) if here else None
         known = None if sketch is None else find_known(sketch.key)
         if known is not None and _answers(known, prepared, cluster):
             return _planned(prepared, cluster, known, small=_is_small(sketch, prepared.config, cluster))

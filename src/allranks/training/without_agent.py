@@ -38,7 +38,7 @@ def plan_together(
     told: dict[str, Any] = {}
     if environment.rank == 0:
         size, nodes = environment.world_size, environment.num_nodes
-        found = decide_layout(prepared, request, size, aside, nodes)
+        found = decide_layout(prepared, request, size, aside, nodes, here=False)
         told = {"overrides": found.overrides, "document": found.document}
         told["decisions"] = [(one.what, one.because) for one in found.decisions]
     told = share(told, device)
