@@ -300,6 +300,7 @@ def test_torchrun_with_two_agents_on_one_machine(tmp_path: Path) -> None:
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     run = Run.open(tmp_path / "run")
     assert run.ranks() == [0, 1, 2, 3] and list(steps(run.path)) == list(range(1, 21))
+    assert json.loads(run.plan_path.read_text())["best"]["layout"] == "dp_replicate=4", "rank 0 has planned it"
 
 
 @pytest.mark.full

@@ -16,7 +16,6 @@ from allranks.surviving import preload
 from allranks.surviving.child import HELD_BACK
 from allranks.surviving.forkserver import choose_start_method, main_hidden
 
-
 OF_RANKS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_", "OMPI_", "PMI_", "PMIX_", "MPI_"),
