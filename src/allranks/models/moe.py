@@ -193,8 +193,8 @@ class MoETransformer(Decoder):
         max_seq: the longest sequence.
         tied: whether the output layer is the embedding's own matrix.
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many.
-        head_dim: channels of a head, even; by default hidden / num_heads.
         rate: by how much a router's bias moves after a step.
+        head_dim: channels of a head, even; by default hidden / num_heads.
     """
 
     # How tensor parallelism cuts it: attention and the embedding; every process of a tp group computes the experts.
@@ -223,8 +223,8 @@ class MoETransformer(Decoder):
         max_seq: int = 1024,
         tied: bool = True,
         num_kv_heads: int | None = None,
-        head_dim: int | None = None,
         rate: float = BALANCE_RATE,
+        head_dim: int | None = None,
     ) -> None:
         width = hidden if ffn is None else ffn
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads

@@ -193,8 +193,8 @@ class Transformer(Decoder):
         max_seq: the longest sequence.
         tied: whether the output layer is the embedding's own matrix.
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many.
-        head_dim: channels of a head, even; by default hidden / num_heads.
         chunk: positions whose logits are held at once where forward is given `targets`; by default it takes none.
+        head_dim: channels of a head, even; by default hidden / num_heads.
     """
 
     # How tensor parallelism cuts it, in the words of `allranks.Hints.tensor`.
@@ -223,8 +223,8 @@ class Transformer(Decoder):
         max_seq: int = 1024,
         tied: bool = True,
         num_kv_heads: int | None = None,
-        head_dim: int | None = None,
         chunk: int | None = None,
+        head_dim: int | None = None,
     ) -> None:
         width = ffn if ffn is not None else -(-8 * hidden // 48) * 16
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
