@@ -136,6 +136,12 @@ class ModelProfile:
         return sum(block.parameters * block.count for block in self.blocks)
 
     @property
+    def trained_parameters(self) -> int:
+        """Of them those that get gradients."""
+        trained = ((o.parameters, block.count) for block in self.blocks for o in block.operations if o.trained)
+        return sum(number * count for number, count in trained)
+
+    @property
     def flops(self) -> float:
         """One sample's forward."""
         return math.fsum(block.flops * block.count for block in self.blocks)

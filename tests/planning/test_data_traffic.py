@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from allranks.planning.axis_traffic import Axes, axes_of
+from allranks.planning.block_cost import Parameters
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
 from allranks.planning.compute import update_seconds
 from allranks.planning.data_traffic import DataCost, data_cost
@@ -22,7 +23,7 @@ def made(how: Mechanisms | None = None, **given: Any) -> tuple[Setting, Axes]:
 
 def cost(how: Mechanisms | None = None, seconds: float = 0.0, **given: Any) -> DataCost:
     setting, axes = made(how, **given)
-    return data_cost(setting, axes, P, 0.0, 10, seconds, 2 * seconds)
+    return data_cost(setting, axes, Parameters(P, 0.0, P, 0.0), 10, seconds, 2 * seconds)
 
 
 def test_one_copy_sends_nothing_and_still_steps() -> None:
@@ -90,17 +91,57 @@ def test_weights_that_stay_gathered_are_gathered_once_a_micro_step() -> None:
     assert cost(once, zero=3, shard=16, keeps_gathered=True).sent_bytes == (2 + 4) * P
 
 
-def test_copies_of_shards_reduce_what_is_left() -> None:
+def test_copies_of_shards_reduce_what_is_left_once_a_step() -> None:
+    """Each rank with the one that has the same part in the other node, over a card of its own."""
     how = Mechanisms(gather_bytes=2, reduce_bytes=4)
-    extra = all_reduce_seconds(made()[1].data, 4 * P / 8)
     setting, axes = made(how, zero=3, shard=8)
+    assert (axes.copies.size, axes.copies.link.name) == (2, WHERE.between.name)
+    extra = all_reduce_seconds(axes.copies, 4 * P / 8)
     gather, reduce = (10 * all_gather_seconds(axes.shard, size * P / 10) for size in (2, 4))
     got, steps = cost(how, zero=3, shard=8), setting.micro_steps
-    assert got.seconds == pytest.approx(steps * (2 * gather + reduce + extra))
+    assert steps == 4 and got.seconds == pytest.approx(steps * (2 * gather + reduce) + extra)
     assert got.sent_bytes == steps * (2 * 2 + 4) * P, "among those who share"
-    assert got.copies is not None and got.copies.seconds == pytest.approx(steps * extra)
-    assert (got.copies.sent_bytes, got.copies.count) == (steps * 2 * 4 * P / 8, steps * 10)
+    assert got.copies is not None and got.copies.seconds == pytest.approx(extra)
+    assert (got.copies.sent_bytes, got.copies.count) == (2 * 4 * P / 8, 10)
     assert cost(how, zero=3, shard=16).copies is None
+
+
+def test_copies_of_shards_that_eight_ranks_sum_at_once_do_not_have_all_cards_each() -> None:
+    """What one ring over all ranks would have, of which a node's eight cards carry one."""
+    _, axes = made(zero=3, shard=8)
+    assert all_reduce_seconds(axes.copies, P) > 3 * all_reduce_seconds(axes.data, P)
+
+
+def test_in_a_pipeline_copies_reduce_with_every_micro_step() -> None:
+    once, each = cost(zero=3, shard=4).copies, cost(zero=3, shard=4, dp=8, pp=2).copies
+    assert once is not None and once.count == 10
+    assert each is not None and each.count == 8 * 10
+
+
+def test_frozen_parameters_are_gathered_and_nothing_else() -> None:
+    """Of half of them gradients travel, and half are updated."""
+    how = Mechanisms(gather_bytes=2, reduce_bytes=4)
+    setting, axes = made(how, zero=3, shard=16)
+    half = data_cost(setting, axes, Parameters(P, 0.0, P / 2), 10, 0.0, 0.0)
+    assert half.sent_bytes == setting.micro_steps * (2 * 2 * P + 4 * P / 2)
+    assert half.update == pytest.approx(update_seconds(axes.machine, P / 2 / 16))
+    setting, axes = made(how)
+    assert data_cost(setting, axes, Parameters(P, 0.0, P / 2), 10, 0.0, 0.0).sent_bytes == 2 * 4 * P / 2
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_experts_that_ep_cuts_are_summed_by_those_who_hold_the_same_ones_once_a_step(zero: int) -> None:
+    """Over both nodes, and nothing hides it; nobody gathers them."""
+    how = Mechanisms(gather_bytes=2, reduce_bytes=4, experts_stay=True)
+    setting, axes = made(how, zero=zero, shard=16 if zero else 1, ep=8)
+    alone = data_cost(setting, axes, Parameters(P, 0.0, P), 10, 1.0, 2.0)
+    both = data_cost(setting, axes, Parameters(P, P, P, P), 10, 1.0, 2.0)
+    assert (axes.twins.size, axes.twins.link.name) == (2, WHERE.between.name)
+    assert both.twins is not None and alone.twins is None
+    assert both.twins.seconds == pytest.approx(all_reduce_seconds(axes.twins, how.gradient_bytes * P))
+    assert both.exposed - alone.exposed == pytest.approx(both.twins.seconds)
+    assert (both.sent_bytes, both.twins.sent_bytes) == (alone.sent_bytes, 2 * how.gradient_bytes * P)
+    assert data_cost(*made(how, zero=zero, shard=1, ep=16), Parameters(P, P, P, P), 10, 1.0, 2.0).twins is None
 
 
 def test_low_rank_matrices_alone_travel_where_the_rest_is_frozen() -> None:

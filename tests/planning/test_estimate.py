@@ -14,6 +14,7 @@ from allranks.planning.estimate import SOCKET, estimate, estimate_setting
 from allranks.planning.hardware import find_cluster
 from allranks.planning.room import MEMORY_HIGH, MEMORY_LOW, PEAK_HIGH, USABLE
 from allranks.planning.setting import Mechanisms, Setting
+from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 from tests.planning.profiles import choose, cluster, decoder
 
 LLAMA = find_model("llama3-8b").profile(4096)
@@ -107,10 +108,35 @@ def test_under_hsdp_each_link_has_its_own_traffic() -> None:
         ("dp_shard", NODES.inside.name),
         ("dp_replicate", NODES.between.name),
     ]
-    steps = 64 // 32
-    assert copies.sent_bytes == pytest.approx(steps * 2 * 4 * LLAMA.parameters / 8)
+    assert copies.sent_bytes == pytest.approx(2 * 4 * LLAMA.parameters / 8), "once a step of two micro-steps"
     assert shared.sent_bytes > 4 * copies.sent_bytes > 0
     assert got.time.data == pytest.approx(sum(row.seconds - row.hidden_seconds for row in got.traffic))
+
+
+def test_what_experts_copies_sum_has_a_row_of_its_own() -> None:
+    profile = find_model("mixtral-8x7b").profile(4096)
+    got = estimate(profile, NODES, choose(64, 1, dp_shard=32, ep=8))
+    rows = {row.axis: row for row in got.traffic}
+    assert set(rows) == {"ep", "dp", COPIES_OF_EXPERTS}
+    twins = rows[COPIES_OF_EXPERTS]
+    assert twins.link == NODES.between.name and twins.hidden_seconds == 0.0 and twins.seconds > 0
+    exposed = sum(row.seconds - row.hidden_seconds for row in got.traffic if row.axis != "ep")
+    assert got.time.data == pytest.approx(exposed)
+
+
+def test_frozen_blocks_take_their_weights_alone() -> None:
+    """As a head on a frozen model does: no gradient, no moment of Adam's, and no update of theirs."""
+    frozen = tuple(
+        replace(block, operations=tuple(replace(one, trained=not block.repeated) for one in block.operations))
+        for block in LLAMA.blocks
+    )
+    some, one = replace(LLAMA, blocks=frozen, digest="frozen"), choose(8, 1)
+    got, whole = estimate(some, NODES, one), estimate(LLAMA, NODES, one)
+    assert got.memory.weights == whole.memory.weights == pytest.approx(4 * LLAMA.parameters)
+    assert got.memory.optimizer == pytest.approx(8 * some.trained_parameters)
+    assert got.memory.optimizer < 0.2 * whole.memory.optimizer
+    assert got.memory.gradients < 0.2 * whole.memory.gradients
+    assert got.time.optimizer < 0.2 * whole.time.optimizer
 
 
 def test_faster_links_and_faster_devices_make_shorter_steps() -> None:

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from allranks.layout import Layout
+from allranks.named_models import find_model
 from allranks.plan import Choice, Estimate
+from allranks.planning.block_cost import Parameters
 from allranks.planning.estimate import estimate
 from allranks.planning.host_parameters import HOST_BANDWIDTH, host_cost, waits_on_host
 from allranks.planning.setting import Setting, setting_of
@@ -13,6 +15,7 @@ from tests.planning.profiles import choose, cluster, decoder
 
 PROFILE = decoder(layers=16, hidden=2048, ffn=8192, seq=1024, heads=16, kv_heads=16, vocab=1024)
 P = float(PROFILE.parameters)
+EXPERTS = find_model("mixtral-8x7b", layers=2).profile(1024)
 
 
 def of(global_batch: int = 8, micro_batch: int = 1, *, where: dict[str, Any] | None = None, **layout: Any) -> Estimate:
@@ -62,11 +65,17 @@ def test_gradients_of_further_micro_steps_are_added_on_the_host() -> None:
 
 def test_experts_that_ep_cuts_stay() -> None:
     setting = setting_of(choose(64, 1, dp_shard=8, ep=2, offload="parameters"))
-    assert host_cost(cluster(), setting, 8e6, 8e6).kept_bytes == 16 * 1e6
+    assert host_cost(cluster(), setting, Parameters(8e6, 8e6, 8e6, 8e6)).kept_bytes == 16 * 1e6
+    whole = estimate(EXPERTS, cluster(), choose(64, 1, dp_shard=8, ep=2))
+    away = estimate(EXPERTS, cluster(), choose(64, 1, dp_shard=8, ep=2, offload="parameters"))
+    each = sum(o.parameters for block in EXPERTS.blocks for o in block.operations * block.count if o.cut == "expert")
+    assert away.memory.weights == pytest.approx(4 * each / 2), "all of them, and nothing else"
+    assert away.memory.optimizer == pytest.approx(8 * each / 2)
+    assert away.memory.optimizer < whole.memory.optimizer
     alone = setting_of(choose(64, 1, dp_shard=8, offload="parameters"))
-    assert host_cost(cluster(), alone, 8e6, 8e6).kept_bytes == 16 * 2e6
+    assert host_cost(cluster(), alone, Parameters(8e6, 8e6, 8e6, 8e6)).kept_bytes == 16 * 2e6
 
 
 def test_nothing_waits_unless_asked() -> None:
     assert not waits_on_host(Setting(8, 1)) and not waits_on_host(Setting(8, 1, offload="activations"))
-    assert host_cost(cluster(), Setting(8, 1), 1e9, 0.0).kept_bytes == 0.0
+    assert host_cost(cluster(), Setting(8, 1), Parameters(1e9, 0.0, 1e9)).kept_bytes == 0.0

@@ -9,15 +9,16 @@ from allranks.cli.rehearsed_question import Asked, choice_of, profile_of, questi
 from allranks.layout import Layout
 from allranks.plan import Choice
 from allranks.planning.estimate import estimate
-from allranks.planning.moments import Held, Moment, moments
+from allranks.planning.moments import Held, Moment, Places, moments
 from allranks.planning.setting import Setting, setting_of
 from allranks.rehearsing.dryrun import WORKSPACE_BYTES
 from allranks.rehearsing.whole import rehearse
 
+PLACES = Places(around=30, before=10, head=20, block=7, last=2, whole=100)
 HELD = Held(
-    around=30, before=10, head=20, block=7, last=2, casts=85, block_casts=6, casts_around=20, gradient_bytes=400,
-    expert_gradient_bytes=0, whole=100, kept_bytes=1000, one_kept_bytes=1000, first_kept_bytes=100, times=1,
-    working_bytes=50, head_bytes=300, logits_bytes=600,
+    has=PLACES, makes=PLACES, casts=85, block_casts=6, casts_around=20, gradient_bytes=400, expert_gradient_bytes=0,
+    kept_bytes=1000, one_kept_bytes=1000, first_kept_bytes=100, times=1, working_bytes=50, head_bytes=300,
+    logits_bytes=600,
 )  # fmt: skip
 
 

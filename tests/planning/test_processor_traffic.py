@@ -10,6 +10,7 @@ from allranks.layout import Layout
 from allranks.model_profile import Operation
 from allranks.plan import Choice, StepTime
 from allranks.planning.axis_traffic import axes_of, axis_traffic
+from allranks.planning.block_cost import Parameters
 from allranks.planning.data_traffic import DataCost
 from allranks.planning.estimate import estimate
 from allranks.planning.processor import passing_seconds
@@ -36,7 +37,7 @@ def cost(units: int = 4, **given: Any) -> DataCost:
     setting = on_processor(
         Setting(**{"global_batch": 8, "micro_batch": 4, "precision": "float32", **given}), WHERE, decoder()
     )
-    return processor_data_cost(setting, axes_of(WHERE, setting), P, 0.0, units)
+    return processor_data_cost(setting, axes_of(WHERE, setting), Parameters(P, 0.0, P, 0.0), units)
 
 
 def test_nothing_is_hidden() -> None:

@@ -149,7 +149,7 @@ def test_several_messages_of_one_unit_are_waited_for_together() -> None:
     assert on(step, COMPUTE)[0].start == on(step, "dp_shard")[1].end
 
 
-def test_messages_of_experts_have_a_track_and_what_their_copies_sum_counts_as_data() -> None:
+def test_messages_of_experts_have_a_track_and_so_has_what_their_copies_sum() -> None:
     messages = (
         ("ep", "all-to-all", 1000),
         ("dp_replicate", "all-reduce", 3000),
@@ -166,8 +166,8 @@ def test_messages_of_experts_have_a_track_and_what_their_copies_sum_counts_as_da
         if (spans := on(step, track))
     } == {
         "ep": pytest.approx(rows["ep"]),
-        "dp_replicate": pytest.approx(rows["dp"] * 3 / 4 * step.shortened),
-        COPIES_OF_EXPERTS: pytest.approx(rows["dp"] / 4 * step.shortened),
+        "dp_replicate": pytest.approx(rows["dp"] * step.shortened),
+        COPIES_OF_EXPERTS: pytest.approx(rows[COPIES_OF_EXPERTS] * step.shortened),
     }
 
 

@@ -212,6 +212,14 @@ def test_a_large_state_is_planned_with_because() -> None:
     assert decided.decisions[-1].because == best["because"]
 
 
+def test_frozen_parameters_count_their_weights_alone() -> None:
+    prepared, _ = prepared_of(POINTS)
+    machine = planned_layout._cluster(False, 2, 1)
+    cluster = replace(machine, device=replace(machine.device, memory_bytes=4 * 1000.0))
+    assert planned_layout._is_small(Sketch(175, 25, ""), prepared.config, cluster), "150 x 4 and 25 x 16 are 1000"
+    assert not planned_layout._is_small(Sketch(175, 26, ""), prepared.config, cluster)
+
+
 def test_on_several_hosts_a_small_state_stays_ddp_since_nobody_knows_what_joins_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -235,9 +243,9 @@ def test_on_several_hosts_the_degree_that_spans_them_stays_open() -> None:
     assert decided.document is not None and decided.overrides
     config = settle(prepared, decided).config
     assert str(resolve_layout(config, 4, 2)) == decided.document["best"]["layout"]
-    assert planned_layout._overrides(
-        Choice(Layout(dp_replicate=2, dp_shard=2), 8, 2), prepared.config, True, 2
-    ) == ("layout.dp_replicate=*", "layout.dp_shard=2")  # fmt: skip
+    choice = Choice(Layout(dp_replicate=2, dp_shard=2), 8, 2)
+    words = planned_layout._overrides(choice, prepared.config, True, 2)
+    assert words[:2] == ("layout.dp_replicate=*", "layout.dp_shard=2")
 
 
 def test_hosts_of_other_numbers_are_not_planned() -> None:
@@ -262,7 +270,7 @@ def test_what_model_sets_in_the_environment_is_taken_back(monkeypatch: pytest.Mo
 
     def outline(*given: object) -> Sketch:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/somewhere"
-        return Sketch(82, "")
+        return Sketch(82, 82, "")
 
     prepared, request = prepared_of(POINTS)
     with patch.object(planned_layout, "sketch_of", outline):

@@ -35,7 +35,7 @@ def test_the_key_is_that_of_the_model_its_settings_and_the_device() -> None:
 
 def test_code_that_is_in_no_file_has_no_key() -> None:
     with patch("allranks.training.sketch.have_sources", return_value=False):
-        assert outline() == Sketch(82, "")
+        assert outline() == Sketch(82, 82, "")
 
 
 def test_a_trace_is_known_to_the_next_one() -> None:

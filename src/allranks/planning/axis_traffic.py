@@ -24,7 +24,12 @@ from allranks.planning.setting import Mechanisms, Setting
 @final
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The groups of a Setting on a Cluster, and the machine they join."""
+    """The groups of a Setting on a Cluster, and the machine they join.
+
+    Attributes:
+        shard: those who share a copy's parameters; copies: those who hold the same part of each copy (HSDP).
+        twins: those who hold the same experts, where ep cuts them.
+    """
 
     machine: Machine
     tensor: Group
@@ -32,13 +37,15 @@ class Axes:
     expert: Group
     data: Group
     shard: Group
+    copies: Group
+    twins: Group
     pipeline: Group
 
 
 def axes_of(cluster: Cluster, setting: Setting) -> Axes:
     """tp innermost, then cp, then data, pp outermost: the order of the mesh (and of Megatron-LM, 2104.04473)."""
     constants = constants_of(cluster.device)
-    inner = setting.tp * setting.cp
+    inner, data, shard = setting.tp * setting.cp, setting.dp * setting.cp, max(1, setting.shard)
 
     def group(size: int, stride: int) -> Group:
         return group_of(cluster, constants, size, stride)
@@ -48,8 +55,10 @@ def axes_of(cluster: Cluster, setting: Setting) -> Axes:
         tensor=group(setting.tp, 1),
         context=group(setting.cp, setting.tp),
         expert=group(setting.ep, 1 if setting.mechanisms.experts_inside_tensor else inner),
-        data=group(setting.dp * setting.cp, setting.tp),
-        shard=group(max(1, setting.shard), setting.tp),
+        data=group(data, setting.tp),
+        shard=group(shard, setting.tp),
+        copies=group(max(1, data // shard), shard * setting.tp),
+        twins=group(max(1, data // setting.ep), setting.ep * setting.tp),
         pipeline=group(setting.pp, inner * setting.dp),
     )
 

@@ -1,7 +1,7 @@
 """What one micro-step of one block costs on one rank: seconds by cause and bytes kept, after the axes' cuts."""
 
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 from allranks.model_profile import Block, Operation
 from allranks.planning.axis_traffic import Axes, AxisTraffic, axis_traffic
@@ -23,6 +23,18 @@ KEPT_PRODUCTS = 0.5
 
 
 @final
+class Parameters(NamedTuple):  # which is made faster than a dataclass: a search makes tens of thousands
+    """How many a rank holds, whole before data-parallel sharding: those that tp alone cuts, and experts' beside them;
+    of both, those that get gradients.
+    """
+
+    dense: float = 0.0
+    expert: float = 0.0
+    trained: float = 0.0
+    trained_expert: float = 0.0
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class BlockCost:
     """One block, one micro-step, one rank.
@@ -35,9 +47,9 @@ class BlockCost:
         kernels: that the host starts in a forward; collectives: among them.
         kept_bytes: activations from its forward to its backward; working_bytes: more while its backward runs.
         logits_bytes: what stands beside them where it ends in a loss.
-        entry_bytes: of its input. parameters, expert_parameters: held whole by the rank before data-parallel sharding.
+        entry_bytes: of its input. parameters, expert_parameters, trained, trained_expert: as in Parameters.
         cast_parameters: of these the ones that products read, which autocast copies into the lower type;
-            last_parameters: those of the last product, whose gradient is the first to be made.
+            last_parameters, last_trained: those of the last product, whose gradient is the first to be made.
     """
 
     forward: float
@@ -61,6 +73,9 @@ class BlockCost:
     expert_bytes: float
     cast_parameters: float = 0.0
     last_parameters: float = 0.0
+    last_trained: float = 0.0
+    trained: float = 0.0
+    trained_expert: float = 0.0
 
 
 @final
@@ -71,6 +86,7 @@ class _Sums:
         self.forward = self.backward = self.weight = self.kernels = 0.0
         self.kept = self.kept_selective = self.again_selective = self.logits = self.transient = 0.0
         self.dense = self.expert = self.cast = self.last = 0.0
+        self.trained = self.trained_expert = self.last_trained = 0.0
 
     def add(self, operation: Operation, setting: Setting, machine: Machine, experts: int) -> None:
         """One more operation."""
@@ -81,25 +97,28 @@ class _Sums:
         unfused = operation.kind == "attention" and not setting.mechanisms.fused_attention
         self.kernels += UNFUSED_KERNELS if unfused else KERNELS.get(operation.kind, 1)
         held = operation.parameters / share.weights
+        learns = held if operation.trained and not setting.frozen else 0.0
         if operation.cut == "expert":
             self.expert += held
+            self.trained_expert += learns
         else:
             self.dense += held
+            self.trained += learns
         if is_product(operation):
             self.cast += held
-            self.last = held
+            self.last, self.last_trained = held, learns
         kept = operation.saved_bytes * setting.micro_batch / share.kept
         if is_product(operation) and in_low_precision(operation, setting):
             kept /= 2  # the operand is kept in 8 bits (Transformer Engine)
         if operation.kind == "loss":
             self.logits += _loss_bytes(operation, setting, kept, share.kept)
             return
-        self._transient(operation, setting, held)
+        self._transient(operation, setting, learns)
         scores = kept_score_bytes(operation, setting) if unfused else 0.0
         self.kept += kept + scores
         self._selective(operation, setting, times, kept, unfused)
 
-    def _transient(self, operation: Operation, setting: Setting, held: float) -> None:
+    def _transient(self, operation: Operation, setting: Setting, learns: float) -> None:
         """While one product's gradients are made: its output's, its input's, and its weights' before they are added."""
         if not is_product(operation):
             return
@@ -109,7 +128,7 @@ class _Sums:
         wide = out / (setting.tp if operation.cut in ("column", "vocab") else 1)
         deep = into / (setting.tp if operation.cut == "row" else 1)
         cut = share.kept if operation.cut == "expert" else setting.cp
-        made = width * (wide + deep) / cut + held * setting.mechanisms.temporary_gradient_bytes
+        made = width * (wide + deep) / cut + learns * setting.mechanisms.temporary_gradient_bytes
         self.transient = max(self.transient, made)
 
     def _selective(self, operation: Operation, setting: Setting, times: Times, kept: float, unfused: bool) -> None:
@@ -210,4 +229,7 @@ def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
         expert_bytes=sent.expert_bytes,
         cast_parameters=sums.cast,
         last_parameters=sums.last,
+        last_trained=sums.last_trained,
+        trained=sums.trained,
+        trained_expert=sums.trained_expert,
     )

@@ -1,12 +1,13 @@
 """A profile's blocks under one Setting: what each costs, kept for the next configuration that shares it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
 from allranks.planning.axis_traffic import Axes, axes_of
-from allranks.planning.block_cost import BlockCost, BlockWork, block_cost, block_work
+from allranks.planning.block_cost import BlockCost, BlockWork, Parameters, block_cost, block_work
 from allranks.planning.setting import Setting
 
 
@@ -65,7 +66,16 @@ def _costs(
     return _COSTS[key]
 
 
-def parameters_of(parts: Parts, held: tuple[int, ...]) -> tuple[float, float]:
-    """(Those that tp alone cuts, experts') of a stage that holds so many of each block."""
-    dense = sum(n * cost.parameters for n, cost in zip(held, parts.costs, strict=True))
-    return dense, sum(n * cost.expert_parameters for n, cost in zip(held, parts.costs, strict=True))
+def parameters_of(parts: Parts, held: tuple[int, ...]) -> Parameters:
+    """Those of a stage that holds so many of each block."""
+    return add_up([(n, cost) for n, cost in zip(held, parts.costs, strict=True) if n])
+
+
+def add_up(here: Sequence[tuple[int, BlockCost]]) -> Parameters:
+    """Those of so many of each block."""
+    return Parameters(
+        sum(n * cost.parameters for n, cost in here),
+        sum(n * cost.expert_parameters for n, cost in here),
+        sum(n * cost.trained for n, cost in here),
+        sum(n * cost.trained_expert for n, cost in here),
+    )

@@ -1,9 +1,10 @@
 """What data parallelism and the optimizer add to a step: gathers, reductions, the update; and what overlap hides."""
 
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, replace
+from typing import NamedTuple, final
 
 from allranks.planning.axis_traffic import Axes
+from allranks.planning.block_cost import Parameters
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
 from allranks.planning.compute import update_seconds
 from allranks.planning.setting import Setting
@@ -11,8 +12,8 @@ from allranks.planning.setting import Setting
 
 @final
 @dataclass(frozen=True, slots=True)
-class OverCopies:
-    """The sums over copies of what each shares out (HSDP), of one step: their part of a DataCost's seconds."""
+class Sums:
+    """What some of the data-parallel ranks sum by themselves, of one step: their part of a DataCost's seconds."""
 
     seconds: float
     sent_bytes: float
@@ -25,7 +26,9 @@ class DataCost:
     """Seconds of one step: all of the communication, what is exposed of it, and the update.
 
     Attributes:
-        sent_bytes, count: without those of `copies`; None: nothing is summed over copies apart.
+        sent_bytes, count: without those of `copies` and of `twins`.
+        copies: over copies of what each shares out (HSDP); None: nothing is summed over copies apart.
+        twins: of experts that ep cuts, over those who hold the same ones; all of it is exposed.
     """
 
     seconds: float
@@ -33,51 +36,77 @@ class DataCost:
     update: float
     sent_bytes: float
     count: int
-    copies: OverCopies | None = None
+    copies: Sums | None = None
+    twins: Sums | None = None
 
 
-def data_cost(
-    setting: Setting,
-    axes: Axes,
-    parameters: float,
-    expert_parameters: float,
-    units: int,
-    forward: float,
-    backward: float,
-) -> DataCost:
-    """Of a rank that holds `parameters` in `units` blocks and takes `forward` and `backward` for one micro-step.
+@final
+class Moved(NamedTuple):
+    """Parameters that data-parallel ranks gather, and those whose gradients they reduce, of one rank."""
+
+    gathered: float
+    reduced: float
+
+
+LOW_RANK = 0.01
+"""Of a model's parameters those that low-rank matrices add, whose gradients are all that travel (LoRA 2106.09685)."""
+
+
+def moved_parameters(setting: Setting, every: Parameters) -> Moved:
+    """Of a rank that holds `every` parameter of these.
+
+    Of experts that ep cuts our engine moves none: they are whole where they are, and `twin_sums` has their gradients.
+    Elsewhere they are copied on ranks / ep of the data-parallel ranks alone.
+    """
+    if setting.ep > 1 and setting.mechanisms.experts_stay:
+        return Moved(every.dense, every.trained)
+    among = 1.0 if setting.ep == 1 else max(0.0, 1 - setting.ep / (setting.dp * setting.cp))
+    gathered = every.dense + every.expert * among
+    return Moved(gathered, LOW_RANK * gathered if setting.frozen else every.trained + every.trained_expert * among)
+
+
+def held_trained(setting: Setting, every: Parameters) -> float:
+    """How many of `every` a rank updates."""
+    if setting.zero < 1:
+        return every.trained + every.trained_expert
+    return every.trained / max(1, setting.shard) + every.trained_expert / setting.expert_shards
+
+
+def data_cost(setting: Setting, axes: Axes, every: Parameters, units: int, forward: float, backward: float) -> DataCost:
+    """Of a rank that holds `every` of these in `units` blocks and takes `forward` and `backward` for one micro-step.
 
     Unsharded: one all-reduce of the gradients (2006.15704), behind the last backward where it overlaps. ZeRO 1 and 2: a
     reduce-scatter and a gather of the weights (1910.02054, section 7), or that all-reduce and a gather. ZeRO 3 gathers
     each unit for forward and backward of every micro-step (2304.11277, section 3.3), and hides what the unit before
     computes.
     """
-    how, ranks = setting.mechanisms, setting.dp * setting.cp
-    whole = parameters + expert_parameters
-    shard = max(1, setting.shard)
-    sharded = parameters / shard + expert_parameters / setting.expert_shards
-    held = sharded if setting.zero >= 1 else whole
-    update = update_seconds(axes.machine, held) if not setting.frozen else 0.0
-    if ranks == 1:
+    update = update_seconds(axes.machine, held_trained(setting, every)) if not setting.frozen else 0.0
+    if setting.dp * setting.cp == 1:
         return DataCost(0.0, 0.0, update, 0.0, 0)
-    # Experts are copied on ranks / ep of the data-parallel ranks alone.
-    reduced = parameters + expert_parameters * (1.0 if setting.ep == 1 else max(0.0, 1 - setting.ep / ranks))
-    if setting.frozen:
-        reduced *= 0.01
+    moved = moved_parameters(setting, every)
     if setting.zero >= 3:
-        return _sharded_cost(setting, axes, reduced, units, forward, backward, update)
-    bytes_reduced = reduced * how.reduce_bytes
+        found = _sharded_cost(setting, axes, moved, units, forward, backward, update)
+    else:
+        found = _whole_cost(setting, axes, moved, units, forward, backward, update)
+    return with_twins(found, twin_sums(setting, axes, every))
+
+
+def _whole_cost(
+    setting: Setting, axes: Axes, moved: Moved, units: int, forward: float, backward: float, update: float
+) -> DataCost:
+    """Of ranks that keep whole parameters, and share the optimizer's state or not."""
+    how, bytes_reduced = setting.mechanisms, moved.reduced * setting.mechanisms.reduce_bytes
     if setting.zero >= 1 and how.reduces_to_all:
-        summed, gathered = all_reduce_seconds(axes.data, bytes_reduced), reduced * how.weight_bytes
+        summed, gathered = all_reduce_seconds(axes.data, bytes_reduced), moved.reduced * how.weight_bytes
         seconds = summed + all_gather_seconds(axes.shard, gathered)
         hidden = min(how.overlap_data * summed, backward)
         return DataCost(seconds, seconds - hidden, update, 2 * bytes_reduced + gathered, 2 * units)
     if setting.zero >= 1:
         scatter = all_gather_seconds(axes.data, bytes_reduced)
-        gather = all_gather_seconds(axes.data, reduced * how.gather_bytes)
+        gather = all_gather_seconds(axes.data, moved.reduced * how.gather_bytes)
         hidden = min(how.overlap_data * scatter, backward) + min(how.overlap_data * gather, forward)
         seconds = scatter + gather
-        sent = bytes_reduced + reduced * how.gather_bytes
+        sent = bytes_reduced + moved.reduced * how.gather_bytes
         return DataCost(seconds, seconds - hidden, update, sent, 2 * units)
     seconds = all_reduce_seconds(axes.data, bytes_reduced)
     hidden = min(how.overlap_data * seconds, backward)
@@ -85,41 +114,65 @@ def data_cost(
 
 
 def _sharded_cost(
-    setting: Setting, axes: Axes, parameters: float, units: int, forward: float, backward: float, update: float
+    setting: Setting, axes: Axes, moved: Moved, units: int, forward: float, backward: float, update: float
 ) -> DataCost:
     """Of ZeRO 3: gathers, reductions (1910.02054, section 7) and what hides them (2304.11277, section 3.3)."""
     how, steps = setting.mechanisms, setting.micro_steps
     messages = max(1, units) * how.messages
-    gather = all_gather_seconds(axes.shard, parameters / messages * how.gather_bytes) * messages
-    reduce = all_gather_seconds(axes.shard, parameters / messages * how.reduce_bytes) * messages
+    gather = all_gather_seconds(axes.shard, moved.gathered / messages * how.gather_bytes) * messages
+    reduce = all_gather_seconds(axes.shard, moved.reduced / messages * how.reduce_bytes) * messages
     reductions = steps if how.reduces_every_micro_step else 1
-    copies = sum_over_copies(setting, axes, parameters, round(messages), reductions)
-    if copies is not None:
-        reduce += copies.seconds / reductions
+    copies = sum_over_copies(setting, axes, moved.reduced, round(messages), reductions)
+    # With the last of the reductions, or with each of them.
+    summed, times = (0.0, reductions) if copies is None else (copies.seconds, copies.count // round(messages))
     forwards = reductions if setting.keeps_gathered else steps
     again = 0 if setting.keeps_gathered else steps
     # A unit's gather hides behind the unit before, its reduction behind the unit after; the first and the last cannot.
     in_forward = _exposed(gather, forward, how.overlap_data) + gather / messages
-    in_backward = _exposed(gather + reduce, backward, how.overlap_data) + reduce / messages
-    only = _exposed(gather, backward, how.overlap_data)
-    if setting.keeps_gathered:
-        in_backward, only = _exposed(reduce, backward, how.overlap_data) + reduce / messages, 0.0
-    exposed = forwards * in_forward + reductions * in_backward + (steps - reductions) * only
-    total = (forwards + again) * gather + reductions * reduce
+
+    def in_backward(reduces: float) -> float:
+        hidden = reduces if setting.keeps_gathered else gather + reduces
+        return _exposed(hidden, backward, how.overlap_data) + reduces / messages
+
+    only = 0.0 if setting.keeps_gathered else _exposed(gather, backward, how.overlap_data)
+    with_copies = times * in_backward(reduce + summed / times) + (reductions - times) * in_backward(reduce)
+    exposed = forwards * in_forward + with_copies + (steps - reductions) * only
+    total = (forwards + again) * gather + reductions * reduce + summed
     exposed = min(exposed, total)
     exposed += how.contention * (total - exposed)
-    sent = parameters * ((forwards + again) * how.gather_bytes + reductions * how.reduce_bytes)
+    sent = moved.gathered * (forwards + again) * how.gather_bytes + moved.reduced * reductions * how.reduce_bytes
     return DataCost(total, exposed, update, sent, round(messages) * (forwards + again + reductions), copies)
 
 
-def sum_over_copies(
-    setting: Setting, axes: Axes, parameters: float, messages: int, reductions: int
-) -> OverCopies | None:
-    """Of a rank's shards, once a reduction (2304.11277, section 3.2.2); None where there are no copies."""
+def sum_over_copies(setting: Setting, axes: Axes, parameters: float, messages: int, reductions: int) -> Sums | None:
+    """Of a rank's shards (2304.11277, section 3.2.2); None where there are no copies.
+
+    Once a step, behind the last micro-step's reductions (FSDP2's set_requires_all_reduce, parallel/spread.py); a
+    pipeline's schedule mixes micro-steps, and sums each of them.
+    """
     if setting.dp * setting.cp // max(1, setting.shard) <= 1:
         return None
+    times = reductions if setting.pp > 1 else 1
     size = parameters / max(1, setting.shard) * setting.mechanisms.reduce_bytes
-    return OverCopies(reductions * all_reduce_seconds(axes.data, size), reductions * 2 * size, reductions * messages)
+    return Sums(times * all_reduce_seconds(axes.copies, size), times * 2 * size, times * messages)
+
+
+def twin_sums(setting: Setting, axes: Axes, every: Parameters) -> Sums | None:
+    """Of the gradients of experts that ep cuts, once a step, after the last backward (parallel/expert.py); None where
+    nobody holds the same ones, or a framework shares them as other parameters.
+    """
+    alone = setting.ep > 1 and setting.mechanisms.experts_stay
+    if not alone or axes.twins.size <= 1 or not every.trained_expert:
+        return None
+    size = every.trained_expert * setting.mechanisms.gradient_bytes
+    return Sums(all_reduce_seconds(axes.twins, size), 2 * size, 1)
+
+
+def with_twins(cost: DataCost, twins: Sums | None) -> DataCost:
+    """With these sums, which nothing hides."""
+    if twins is None:
+        return cost
+    return replace(cost, seconds=cost.seconds + twins.seconds, exposed=cost.exposed + twins.seconds, twins=twins)
 
 
 def _exposed(communication: float, computation: float, overlap: float) -> float:

@@ -8,6 +8,7 @@ from typing import Any, final
 from allranks.layout import Layout
 from allranks.plan import Estimate, MemoryUse, Span, Traffic
 from allranks.planning.reasons import HOLDINGS, NOTICED, needs_of_host
+from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 from allranks.units import format_bytes, format_seconds
 
 CAUSES = {
@@ -18,6 +19,7 @@ CAUSES = {
     "cp": "context",
     "ep": "expert",
     "pp": "pipeline",
+    COPIES_OF_EXPERTS: "data",
 }
 """Axis of a Traffic -> the part of a StepTime that its messages take."""
 

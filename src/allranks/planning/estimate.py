@@ -8,10 +8,11 @@ from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Estimate, Span, StepTime, Traffic
 from allranks.planning.axis_traffic import Axes
-from allranks.planning.block_cost import BlockCost
+from allranks.planning.block_cost import BlockCost, Parameters
 from allranks.planning.block_parts import Parts, parameters_of, parts_of
+from allranks.planning.compute import update_seconds
 from allranks.planning.corrections import factor_of
-from allranks.planning.data_traffic import DataCost, data_cost
+from allranks.planning.data_traffic import DataCost, data_cost, held_trained
 from allranks.planning.host_parameters import host_cost, waits_on_host
 from allranks.planning.host_traffic import host_seconds
 from allranks.planning.pipeline import pipeline_seconds, shared_bubble
@@ -23,6 +24,7 @@ from allranks.planning.setting import Setting, setting_of
 from allranks.planning.stages import stages_under
 from allranks.planning.uncertainty import spread_of
 from allranks.planning.upkeep_cost import with_upkeep
+from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 
 MEETING = 6.0
 """Host and device wait for each other where neither is clearly the faster: the step is the norm of this order of both,
@@ -127,7 +129,7 @@ def estimate_setting(
     worst = max(range(len(stages)), key=lambda i: forward[i] + backward[i] + weight[i])
     data = _data(parts, setting, layers, forward, backward, weight)
     held = layers[worst]
-    stays = host_cost(cluster, setting, *parameters_of(parts, held))
+    stays = host_cost(cluster, setting, parameters_of(parts, held))
     waits = host_seconds(
         profile, cluster, setting, parts.costs, held, forward[worst], backward[worst] + weight[worst], stays
     )
@@ -146,22 +148,23 @@ def _data(
     candidates = []
     for stage in sorted({0, len(layers) - 1}):
         held = layers[stage]
-        dense, expert = parameters_of(parts, held)
+        every = parameters_of(parts, held)
         if is_processor(parts.cluster.device):
-            candidates.append(processor_data_cost(setting, parts.axes, dense, expert, sum(held)))
+            candidates.append(processor_data_cost(setting, parts.axes, every, sum(held)))
             continue
-        cost = data_cost(setting, parts.axes, dense, expert, sum(held), forward[stage], backward[stage] + weight[stage])
-        candidates.append(_updated_on_host(cost, parts, setting, dense, expert))
+        cost = data_cost(setting, parts.axes, every, sum(held), forward[stage], backward[stage] + weight[stage])
+        candidates.append(_updated_on_host(cost, parts, setting, every))
     return max(candidates, key=lambda cost: cost.exposed + cost.update)
 
 
-def _updated_on_host(cost: DataCost, parts: Parts, setting: Setting, dense: float, expert: float) -> DataCost:
+def _updated_on_host(cost: DataCost, parts: Parts, setting: Setting, every: Parameters) -> DataCost:
     """With the host's update in the place of the device's, which keeps that of experts that ep cuts."""
     if not waits_on_host(setting):
         return cost
-    kept = expert / (dense + expert) if setting.ep > 1 else 0.0
-    update = host_cost(parts.cluster, setting, dense, expert).update_seconds
-    return replace(cost, update=kept * cost.update + update)
+    alone = Parameters(expert=every.expert, trained_expert=every.trained_expert) if setting.ep > 1 else Parameters()
+    kept = held_trained(setting, alone)
+    here = update_seconds(parts.axes.machine, kept) if kept else 0.0
+    return replace(cost, update=here + host_cost(parts.cluster, setting, every).update_seconds)
 
 
 def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, send: float, waits: float) -> StepTime:
@@ -218,15 +221,19 @@ def _traffic(
 
 
 def _data_rows(axes: Axes, data: DataCost) -> Iterator[Traffic]:
-    """One row; under HSDP one of those who share parameters and one of the copies, which may have another link."""
-    copies = data.copies
-    if not data.seconds:
-        return
-    hidden = (data.seconds - data.exposed) / data.seconds
-    if copies is None:
-        yield Traffic("dp", axes.data.link.name, data.sent_bytes, data.count, data.seconds, hidden * data.seconds)
-        return
-    shared = data.seconds - copies.seconds
-    yield Traffic("dp_shard", axes.shard.link.name, data.sent_bytes, data.count, shared, hidden * shared)
-    seconds = copies.seconds
-    yield Traffic("dp_replicate", axes.data.link.name, copies.sent_bytes, copies.count, seconds, hidden * seconds)
+    """One row; under HSDP one of those who share parameters and one of the copies, which may have another link; and
+    where ep cuts experts one of those who hold the same ones.
+    """
+    copies, twins = data.copies, data.twins
+    rest = data.seconds - (0.0 if twins is None else twins.seconds)
+    hidden = (data.seconds - data.exposed) / rest if rest else 0.0
+    if copies is not None:
+        shared, seconds = rest - copies.seconds, copies.seconds
+        yield Traffic("dp_shard", axes.shard.link.name, data.sent_bytes, data.count, shared, hidden * shared)
+        link = axes.copies.link.name
+        yield Traffic("dp_replicate", link, copies.sent_bytes, copies.count, seconds, hidden * seconds)
+    elif rest:
+        yield Traffic("dp", axes.data.link.name, data.sent_bytes, data.count, rest, hidden * rest)
+    if twins is not None:
+        link = axes.twins.link.name
+        yield Traffic(COPIES_OF_EXPERTS, link, twins.sent_bytes, twins.count, twins.seconds, 0.0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import final
 
 from allranks.cluster import Cluster
+from allranks.planning.block_cost import Parameters
 from allranks.planning.setting import Setting
 
 HOST_BANDWIDTH = 1.1e11
@@ -37,8 +38,8 @@ def waits_on_host(setting: Setting) -> bool:
     return setting.offload in ("parameters", "all")
 
 
-def host_cost(cluster: Cluster, setting: Setting, parameters: float, expert_parameters: float) -> HostCost:
-    """Of a rank whose stage has so many parameters; experts that ep cuts stay on the device (docs: save memory).
+def host_cost(cluster: Cluster, setting: Setting, every: Parameters) -> HostCost:
+    """Of a rank whose stage has `every` parameter; experts that ep cuts stay on the device (docs: save memory).
 
     What goes and comes is FSDP2's CPUOffloadPolicy (torch/distributed/fsdp/_fully_shard); the update that of
     ZeRO-Offload (2101.06840, table 4).
@@ -46,13 +47,15 @@ def host_cost(cluster: Cluster, setting: Setting, parameters: float, expert_para
     if not waits_on_host(setting):
         return HostCost()
     how = setting.mechanisms
-    held = (parameters + (expert_parameters if setting.ep == 1 else 0.0)) / max(1, setting.shard)
-    on_node = held * min(cluster.devices_per_node, setting.dp * setting.tp * setting.cp * setting.pp)
+    shard, alone = max(1, setting.shard), setting.ep > 1
+    held = (every.dense + (0.0 if alone else every.expert)) / shard
+    trained = (every.trained + (0.0 if alone else every.trained_expert)) / shard
+    on_node = trained * min(cluster.devices_per_node, setting.dp * setting.tp * setting.cp * setting.pp)
     additions = setting.micro_steps - 1 if how.reduces_every_micro_step else 0
     return HostCost(
-        kept_bytes=held * (how.weight_bytes + how.gradient_bytes + how.optimizer_bytes),
+        kept_bytes=held * how.weight_bytes + trained * (how.gradient_bytes + how.optimizer_bytes),
         weight_bytes=held * how.weight_bytes,
-        gradient_bytes=held * how.gradient_bytes,
+        gradient_bytes=trained * how.gradient_bytes,
         gathers_in_backward=not setting.keeps_gathered,
         adding_seconds=additions * on_node * ADD_BYTES / HOST_BANDWIDTH,
         update_seconds=on_node * UPDATE_BYTES / HOST_BANDWIDTH,

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from allranks.model_profile import ModelProfile
 from allranks.plan import MemoryUse
-from allranks.planning.block_cost import BlockCost
+from allranks.planning.block_cost import BlockCost, Parameters
+from allranks.planning.block_parts import add_up
 from allranks.planning.host_parameters import waits_on_host
 from allranks.planning.host_traffic import moves, staying_bytes
 from allranks.planning.moments import Held, held_by, moments
@@ -39,7 +40,7 @@ def memory_use(
     gathered = _gathered_bytes(setting, here)
     loose = kept + max(working, logits) + gathered
     # The update starts when the activations are gone.
-    updating = max(0.0, _shared_parameters(setting, here) * how.step_bytes - loose)
+    updating = max(0.0, _held(setting, add_up(here), 1, trained=True) * how.step_bytes - loose)
     return MemoryUse(
         weights=weights,
         gradients=gradients,
@@ -75,27 +76,25 @@ def slack_bytes(setting: Setting, use: MemoryUse, capacity_bytes: float) -> floa
     return min(loose, max(0.0, capacity_bytes - use.total))
 
 
-def _shared_parameters(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> float:
-    """Whose optimizer state the rank holds."""
-    shard = max(1, setting.shard) if setting.zero >= 1 else 1
-    dense = sum(count * cost.parameters for count, cost in here)
-    expert = sum(count * cost.expert_parameters for count, cost in here)
-    return dense / shard + expert / (setting.expert_shards if setting.zero >= 1 else 1.0)
+def _held(setting: Setting, every: Parameters, stage: int, *, trained: bool) -> float:
+    """How many of `every` a rank has something of that ZeRO's stage `stage` shares out."""
+    dense, expert = (every.trained, every.trained_expert) if trained else (every.dense, every.expert)
+    if setting.zero < stage:
+        return dense + expert
+    return dense / max(1, setting.shard) + expert / setting.expert_shards
 
 
 def _state_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> tuple[float, float, float]:
     """(Weights, gradients, optimizer) of the parameters that a rank keeps from step to step (1910.02054, section 3)."""
-    how, shared = setting.mechanisms, _shared_parameters(setting, here)
-    whole = sum(count * (cost.parameters + cost.expert_parameters) for count, cost in here)
-    trained = 0.0 if setting.frozen else 1.0
-    weights = (shared if setting.zero >= 3 else whole) * how.weight_bytes
-    gradients = (shared if setting.zero >= 2 else whole) * how.gradient_bytes * trained
-    optimizer = (shared if setting.zero >= 1 else whole) * how.optimizer_bytes * trained
+    how, every = setting.mechanisms, add_up(here)
     if waits_on_host(setting):  # but experts that ep cuts
-        expert = sum(count * cost.expert_parameters for count, cost in here) if setting.ep > 1 else 0.0
-        stays = expert / whole if whole else 0.0
-        return weights * stays, gradients * stays, optimizer * stays
-    return weights, gradients, optimizer
+        alone = setting.ep > 1
+        every = Parameters(expert=every.expert, trained_expert=every.trained_expert) if alone else Parameters()
+    return (
+        _held(setting, every, 3, trained=False) * how.weight_bytes,
+        _held(setting, every, 2, trained=True) * how.gradient_bytes,
+        _held(setting, every, 1, trained=True) * how.optimizer_bytes,
+    )
 
 
 def _gathered_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> float:

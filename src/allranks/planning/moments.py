@@ -31,34 +31,57 @@ class Moment(NamedTuple):  # which is made faster than a dataclass: a search mak
 
 
 @final
+class Places(NamedTuple):
+    """Parameters by where they stand: of no repeated block, of these the ones in front of the blocks, and behind them;
+    of the largest block, and of its last product; all of them, before any sharding.
+
+    Experts that ep cuts are in none of them, because nobody gathers them.
+    """
+
+    around: float = 0.0
+    before: float = 0.0
+    head: float = 0.0
+    block: float = 0.0
+    last: float = 0.0
+    whole: float = 0.0
+
+    def with_block(self, count: float, number: float, last: float) -> "Places":
+        """And `count` of a repeated block of `number`, the last product of which has `last`."""
+        block, most, whole = max(self.block, number), max(self.last, last), self.whole + count * number
+        return self._replace(block=block, last=most, whole=whole)
+
+    def with_rest(self, count: float, number: float, *, before: bool, behind: bool) -> "Places":
+        """And `count` of a block that does not repeat."""
+        return self._replace(
+            around=self.around + count * number,
+            before=self.before + number * before,
+            head=self.head + number * behind,
+            whole=self.whole + count * number,
+        )
+
+
+@final
 class Held(NamedTuple):
     """What a rank of a stage holds.
 
     Attributes:
-        around, before, head: parameters of no repeated block, of these the ones in front of the blocks, and behind
-            them; block: of the largest block; last: of its last product. Experts that ep cuts are in none of them,
-            because nobody gathers them.
+        has: its parameters; makes: those of them that get gradients.
         casts, block_casts, casts_around: parameters that products read, which autocast copies: all, of the largest
             block, outside of the blocks.
         gradient_bytes: as they rest between micro-steps, without those of experts that ep cuts: expert_gradient_bytes.
-        whole: parameters that `gradient_bytes` are of, before any sharding.
         kept_bytes: of all micro-steps under way; one_kept_bytes: of one; first_kept_bytes: of one, up to the first
             block's end; times: micro-steps under way.
         working_bytes: more in the backward of a repeated block; head_bytes: in that of what is behind them.
         logits_bytes: beside the activations where the loss is made.
     """
 
-    around: float
-    before: float
-    head: float
-    block: float
-    last: float
+    has: Places
+    makes: Places
     casts: float
     block_casts: float
     casts_around: float
     gradient_bytes: float
     expert_gradient_bytes: float
-    whole: float
     kept_bytes: float
     one_kept_bytes: float
     first_kept_bytes: float
@@ -84,7 +107,8 @@ def held_by(
     """Of a stage with so many of each block of `profile`; `kept_bytes` and all `gradient_bytes` as `Held` has them."""
     again = [place for place, block in enumerate(profile.blocks) if block.repeated]
     first, final = (again[0], again[-1]) if again else (len(here), len(here))
-    around = before = head = block = last = casts = block_casts = casts_around = whole = experts = 0.0
+    has = makes = Places()
+    casts = block_casts = casts_around = experts = 0.0
     first_kept = block_kept = working = head_working = logits = 0.0
     alone = setting.ep > 1
     # One pass: a search asks this of every stage of thousands of settings.
@@ -92,36 +116,32 @@ def held_by(
         if not count:
             continue
         gathered = cost.parameters if alone else cost.parameters + cost.expert_parameters
-        whole += count * gathered
+        made = cost.trained if alone else cost.trained + cost.trained_expert
         casts += count * cost.cast_parameters
-        experts += count * cost.expert_parameters
+        experts += count * cost.trained_expert
         logits = max(logits, cost.logits_bytes)
         if place in again:
-            block, last = max(block, gathered), max(last, cost.last_parameters)
+            has = has.with_block(count, gathered, cost.last_parameters)
+            makes = makes.with_block(count, made, cost.last_trained)
             block_casts, block_kept = max(block_casts, cost.cast_parameters), max(block_kept, cost.kept_bytes)
             working = max(working, cost.working_bytes)
             continue
-        around += count * gathered
+        before, behind = place < first, place > final
+        has = has.with_rest(count, gathered, before=before, behind=behind)
+        makes = makes.with_rest(count, made, before=before, behind=behind)
         casts_around += count * cost.cast_parameters
-        if place < first:
-            before, first_kept = before + gathered, first_kept + cost.kept_bytes
+        first_kept += cost.kept_bytes * before
+        if before or behind:
             head_working = max(head_working, cost.working_bytes)
-        elif place > final:
-            head, head_working = head + gathered, max(head_working, cost.working_bytes)
-    mine = alone and not setting.frozen
-    expert_gradients = experts * setting.mechanisms.gradient_bytes if mine else 0.0
+    expert_gradients = experts * setting.mechanisms.gradient_bytes if alone else 0.0
     return Held(
-        around=around,
-        before=before,
-        head=head,
-        block=block,
-        last=last,
+        has=has,
+        makes=makes,
         casts=casts,
         block_casts=block_casts,
         casts_around=casts_around,
         gradient_bytes=max(0.0, gradient_bytes - expert_gradients),
         expert_gradient_bytes=min(gradient_bytes, expert_gradients),
-        whole=whole,
         kept_bytes=kept_bytes,
         one_kept_bytes=kept_bytes / times if times else 0.0,
         first_kept_bytes=first_kept + block_kept,
@@ -143,40 +163,40 @@ def moments(setting: Setting, held: Held) -> Iterator[Moment]:
 
 def _of_shards(setting: Setting, held: Held) -> Iterator[Moment]:
     """FSDP2: gradients are whole from their making to their reduction, in the type that was gathered."""
-    how, shard = setting.mechanisms, max(1, setting.shard)
+    how, shard, has, makes = setting.mechanisms, max(1, setting.shard), held.has, held.makes
     wide, reduces, others = how.gather_bytes, how.reduce_bytes, held.kept_bytes - held.one_kept_bytes
     earlier = held.gradients if setting.micro_steps > 1 else 0.0
     # What the micro-step before has reduced last, the rest, FSDP2 keeps until the next one reduces its first block, so
     # that the next forward need not wait for it (FSDPCommContext.reduce_scatter_states).
-    late = held.around * reduces if setting.micro_steps > 1 and setting.pp == 1 else 0.0
-    whole = held.whole if setting.keeps_gathered else held.around
+    late = makes.around * reduces if setting.micro_steps > 1 and setting.pp == 1 else 0.0
+    whole = has.whole if setting.keeps_gathered else has.around
     # The shards of two on their way from the host, and of one's gradients on their way there.
-    moved = held.block / shard * (2 * how.weight_bytes + how.gradient_bytes)
+    moved = (2 * has.block * how.weight_bytes + makes.block * how.gradient_bytes) / shard
     waits = moved if waits_on_host(setting) else 0.0
     # The first block begins: what was gathered for the rest is there as it came and as parameters; the next one comes.
-    begun = (held.around + held.block) * wide
+    begun = (has.around + has.block) * wide
     yield Moment(earlier, 0.0, 0.0, begun + waits, late + begun)
     yield Moment(earlier, held.kept_bytes, held.logits_bytes, whole * wide + waits, late)  # the loss
-    yield Moment(earlier + held.head * wide, held.kept_bytes + held.head_bytes, 0.0, whole * wide + waits, late)
+    yield Moment(earlier + makes.head * wide, held.kept_bytes + held.head_bytes, 0.0, whole * wide + waits, late)
     # One block before: its gradients are being reduced, while this one works, and the next one is gathered ahead.
-    made, coming = (held.head + held.last) * wide, 0.0 if setting.keeps_gathered else held.block * wide
-    one = held.block * wide + waits
-    underway = held.block * reduces + coming
+    made, coming = (makes.head + makes.last) * wide, 0.0 if setting.keeps_gathered else has.block * wide
+    one = has.block * wide + waits
+    underway = makes.block * reduces + coming
     gathered = whole * wide + (waits if setting.keeps_gathered else one)
     yield Moment(earlier + made, held.kept_bytes + held.working_bytes, 0.0, gathered, late + coming)  # the last one
     yield Moment(earlier + made, held.kept_bytes + held.working_bytes, 0.0, gathered, underway)
-    around, shares = held.around * wide, held.gradient_bytes / held.whole if held.whole else 0.0
-    reduced = held.gradients - shares * held.around
+    around, shares = has.around * wide, held.gradient_bytes / makes.whole if makes.whole else 0.0
+    reduced = held.gradients - shares * makes.around
     yield Moment(  # the second block's backward, which is the last but one
-        gradients=max(earlier, reduced - shares * held.block) + made,
+        gradients=max(earlier, reduced - shares * makes.block) + made,
         activations=others + min(held.first_kept_bytes, held.one_kept_bytes) + held.working_bytes,
         gathered=around + one,
         communication=underway,
     )
     yield Moment(  # what stands around the blocks is reduced, and whole no more
-        gradients=max(earlier, reduced) + held.around * wide,
+        gradients=max(earlier, reduced) + makes.around * wide,
         activations=others,
-        communication=held.around * reduces * (1.0 if setting.pp == 1 else 1 + 1 / shard),
+        communication=makes.around * reduces * (1.0 if setting.pp == 1 else 1 + 1 / shard),
     )
 
 
@@ -194,10 +214,11 @@ def _of_copies(setting: Setting, held: Held) -> Iterator[Moment]:
     yield Moment(earlier, held.kept_bytes, gathered=other_casts + width * held.casts)  # the forward's end
     yield Moment(earlier, held.kept_bytes, held.logits_bytes, other_casts + casts)
     yield Moment(earlier, held.kept_bytes + held.head_bytes, 0.0, other_casts + casts)
-    made = max(earlier, buckets + held.head * setting.mechanisms.gradient_bytes * (0.0 if buckets else 1.0))
+    made = max(earlier, buckets + held.makes.head * setting.mechanisms.gradient_bytes * (0.0 if buckets else 1.0))
     now = max(casts - width * held.casts_around, width * held.block_casts)
     yield Moment(made, held.kept_bytes + held.working_bytes, 0.0, other_casts + now)
-    missing = 0.0 if buckets or setting.micro_steps > 1 or not held.whole else held.before / held.whole
+    makes = held.makes
+    missing = 0.0 if buckets or setting.micro_steps > 1 or not makes.whole else makes.before / makes.whole
     yield Moment(  # the first block's backward, which is the last one
         gradients=held.gradients - missing * held.gradient_bytes,
         activations=others + min(held.first_kept_bytes, held.one_kept_bytes) + held.working_bytes,

@@ -8,8 +8,17 @@ from dataclasses import replace
 from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
 from allranks.planning.axis_traffic import Axes
+from allranks.planning.block_cost import Parameters
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
-from allranks.planning.data_traffic import DataCost, sum_over_copies
+from allranks.planning.data_traffic import (
+    DataCost,
+    Moved,
+    held_trained,
+    moved_parameters,
+    sum_over_copies,
+    twin_sums,
+    with_twins,
+)
 from allranks.planning.processor import floor, is_processor, passing_seconds
 from allranks.planning.setting import Setting
 
@@ -45,27 +54,33 @@ def _as_dispatched(setting: Setting, cluster: Cluster) -> Setting:
     return replace(setting, mechanisms=replace(how, dispatch_seconds=device.kernel_seconds))
 
 
-def processor_data_cost(
-    setting: Setting, axes: Axes, parameters: float, expert_parameters: float, units: int
-) -> DataCost:
+def processor_data_cost(setting: Setting, axes: Axes, every: Parameters, units: int) -> DataCost:
     """As `data_traffic.data_cost`, every second exposed.
 
     FSDP2 copies besides what it sends (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py): a gather's shard into
     the buffer and the whole out of it into the parameters, a reduction's gradients into its buffer.
     """
-    how, ranks, device = setting.mechanisms, setting.dp * setting.cp, axes.machine.device
-    whole, shard = parameters + expert_parameters, max(1, setting.shard)
-    held = whole / shard if setting.zero >= 1 else whole
-    update = setting.mechanisms.fixed.step if setting.frozen else _update_seconds(setting, axes, held)
-    if ranks == 1 or not whole:
+    held, frozen = held_trained(setting, every), setting.frozen
+    update = setting.mechanisms.fixed.step if frozen else _update_seconds(setting, axes, held)
+    if setting.dp * setting.cp == 1 or not every.dense + every.expert:
         return DataCost(0.0, 0.0, update, 0.0, 0)
-    reduced = parameters + expert_parameters * (1.0 if setting.ep == 1 else max(0.0, 1 - setting.ep / ranks))
-    size = reduced * how.reduce_bytes
+    found = _moving_cost(setting, axes, moved_parameters(setting, every), units, update)
+    twins = twin_sums(setting, axes, every)
+    if twins is not None:
+        passing = passing_seconds(axes.machine.device, twins.sent_bytes, 1)
+        twins = replace(twins, seconds=twins.seconds + passing)
+    return with_twins(found, twins)
+
+
+def _moving_cost(setting: Setting, axes: Axes, moved: Moved, units: int, update: float) -> DataCost:
+    """But for experts that ep cuts."""
+    how, device, shard = setting.mechanisms, axes.machine.device, max(1, setting.shard)
+    size = moved.reduced * how.reduce_bytes
     if setting.zero == 0:
         seconds = all_reduce_seconds(axes.data, size) + passing_seconds(device, 2 * size, units)
         return DataCost(seconds, seconds, update, 2 * size, units)
     messages = max(1, units) * how.messages
-    gathered = reduced * (how.gather_bytes if setting.zero >= 3 else how.weight_bytes)
+    gathered = moved.gathered * how.gather_bytes if setting.zero >= 3 else moved.reduced * how.weight_bytes
     gather = messages * (all_gather_seconds(axes.shard, gathered / messages) + how.fixed.unit_message)
     gather += messages * passing_seconds(device, 2 * gathered / messages * (1 + 1 / shard), 2)
     if setting.zero < 3 and how.reduces_to_all:
@@ -74,11 +89,9 @@ def processor_data_cost(
     reduce = messages * (reduce_scatter_seconds(axes.shard, size / messages) + how.fixed.unit_message)
     reduce += messages * passing_seconds(device, 2 * size / messages, 1)
     reductions = setting.micro_steps if setting.zero >= 3 and how.reduces_every_micro_step else 1
-    copies = sum_over_copies(setting, axes, reduced, round(messages), reductions)
-    if copies is not None:
-        reduce += copies.seconds / reductions
+    copies = sum_over_copies(setting, axes, moved.reduced, round(messages), reductions)
     gathers = 1 if setting.zero < 3 else setting.micro_steps * (1 if setting.keeps_gathered else 2)
-    seconds = gathers * gather + reductions * reduce
+    seconds = gathers * gather + reductions * reduce + (0.0 if copies is None else copies.seconds)
     sent, count = gathers * gathered + reductions * size, round(messages) * (gathers + reductions)
     return DataCost(seconds, seconds, update, sent, count, copies)
 

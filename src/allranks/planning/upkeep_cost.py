@@ -71,7 +71,9 @@ def copy_bytes(profile: ModelProfile, cluster: Cluster, setting: Setting) -> flo
 
 
 def _state_bytes(profile: ModelProfile, setting: Setting) -> float:
-    return profile.parameters * (setting.mechanisms.weight_bytes + setting.mechanisms.optimizer_bytes)
+    trained = 0 if setting.frozen else profile.trained_parameters
+    how = setting.mechanisms
+    return profile.parameters * how.weight_bytes + trained * how.optimizer_bytes
 
 
 def _copy_seconds(cluster: Cluster, state_bytes: float) -> float:

@@ -20,7 +20,9 @@ from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 from allranks.reporting.timeline import make_timeline
 
 DATA = ("dp_replicate", "dp_shard", "all", COPIES_OF_EXPERTS)
-"""How the names of the data axes begin: what an Estimate has as dp."""
+"""How the names of the data axes begin in a dry run."""
+DATA_ROWS = ("dp", COPIES_OF_EXPERTS)
+"""How those of an Estimate's rows begin that have their messages."""
 CAUSES = {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline"}
 """Axis -> the part of a StepTime that its messages take."""
 COMPUTE = "compute"
@@ -166,7 +168,7 @@ def _seconds_a_byte(rank: RankRehearsal, estimate: Estimate) -> dict[str, float]
         for part in work.parts:
             if part.message is not None:
                 moved[part.message[0]] += part.message[2] * work.times
-    planned = {row.axis: row.seconds for row in estimate.traffic if row.axis.startswith("dp")}
+    planned = {row.axis: row.seconds for row in estimate.traffic if row.axis.startswith(DATA_ROWS)}
     data: Counter[str] = Counter()
     for axis, num_bytes in moved.items():
         if axis.startswith(DATA):
@@ -182,7 +184,9 @@ def _seconds_a_byte(rank: RankRehearsal, estimate: Estimate) -> dict[str, float]
 
 
 def _planned_axis(axis: str, planned: Mapping[str, float]) -> str:
-    """The row of the plan that has a data axis' traffic: under HSDP one of two."""
+    """The row of the plan that has a data axis' traffic: under HSDP one of two, and of experts' copies their own."""
+    if axis == COPIES_OF_EXPERTS:
+        return axis
     if "dp_replicate" not in planned:
         return "dp"
     return "dp_shard" if "dp_shard" in axis else "dp_replicate"

@@ -29,10 +29,10 @@ def count_parameters(task: Task) -> int:
     return count_in(build_unfilled(task))
 
 
-def count_in(modules: Iterable[nn.Module]) -> int:
-    """Elements of their parameters, shared ones once."""
+def count_in(modules: Iterable[nn.Module], *, trained: bool = False) -> int:
+    """Elements of their parameters, shared ones once; `trained`: of those that get gradients."""
     found = {id(parameter): parameter for module in modules for parameter in module.parameters()}
-    return sum(parameter.numel() for parameter in found.values())
+    return sum(parameter.numel() for parameter in found.values() if parameter.requires_grad or not trained)
 
 
 def build_unfilled(task: Task) -> list[nn.Module]:

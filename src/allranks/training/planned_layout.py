@@ -35,8 +35,9 @@ from allranks.training.sketch import Sketch, sketch_of, trace_known
 from allranks.units import format_seconds
 from allranks.verdict import Decision
 
-STATE_BYTES = 16
-"""Of a parameter in float32: weight, gradient and two averages of Adam's, the most that a built-in optimizer keeps."""
+WEIGHT_BYTES, STATE_BYTES = 4, 16
+"""Of a parameter in float32: itself, and with its gradient and two averages of Adam's, the most that a built-in
+optimizer keeps, where it is trained."""
 OBVIOUS = 0.25
 """The share of a device's memory up to which a model's state leaves enough for whatever activations it has."""
 FASTER = 0.05
@@ -141,7 +142,8 @@ def _is_small(sketch: Sketch | None, config: Config, cluster: Cluster) -> bool:
     """Whether the state obviously fits, as the number of parameters says."""
     if sketch is None:
         return False
-    state = STATE_BYTES * sketch.parameters * (2 if config.train.precision == "float64" else 1)
+    state = WEIGHT_BYTES * (sketch.parameters - sketch.trained) + STATE_BYTES * sketch.trained
+    state *= 2 if config.train.precision == "float64" else 1
     return state <= OBVIOUS * cluster.device.memory_bytes
 
 

@@ -27,12 +27,13 @@ class Sketch:
     """What building the model in outline says.
 
     Attributes:
-        parameters: of all models of the Task, shared ones once.
+        parameters: of all models of the Task, shared ones once; trained: of them, those that get gradients.
         key: of everything that a profile depends on but the code and the shapes of the data; "" where some of the
             code is in no file, so that nobody would see it change.
     """
 
     parameters: int
+    trained: int
     key: str
 
 
@@ -60,7 +61,8 @@ def sketch_of(prepared: Prepared, device: str) -> Sketch:
         "buffers": [[(str(tensor.dtype), list(tensor.shape)) for tensor in model.buffers()] for model in models],
     }
     classes = {type(task), *(type(part) for model in models for part in model.modules())}
-    return Sketch(count_in(models), key_of(described) if have_sources(classes) else "")
+    key = key_of(described) if have_sources(classes) else ""
+    return Sketch(count_in(models), count_in(models, trained=True), key)
 
 
 def trace_known(
