@@ -207,7 +207,7 @@ class Checked:
 
     @property
     def outcome(self) -> Literal["stands", "dropped", "not checked"]:
-        """Whether it still fits by what was counted."""
+        """Whether it fits by what was counted."""
         if self.corrected is None:
             return "not checked"
         return "stands" if self.corrected.fits else "dropped"

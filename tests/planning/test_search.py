@@ -151,6 +151,23 @@ def test_where_nothing_fits_the_nearest_has_the_least_memory() -> None:
     assert found.nearest.peak_bytes.high == min(one.peak_bytes.high for one in every.estimates.values())
 
 
+def test_what_would_fail_is_the_nearest_only_where_nothing_else_is_left() -> None:
+    """It may take the least memory of all: no change of memory helps it."""
+    there = find_cluster("1x2:a100-40g")
+    space = Space({"bfloat16": find_model("llama3-70b").profile(2048)}, there, 8)
+    least = Search(space).run().nearest
+    assert least is not None
+
+    def told(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
+        found = estimate(profile, cluster, choice)
+        return replace(found, fault="x") if choice == least.choice else found
+
+    found = Search(space, Told(told)).run().nearest
+    assert found is not None and not found.fault and found.peak_bytes.high > least.peak_bytes.high
+    alone = Search(space, Told(lambda *asked: replace(estimate(*asked), fault="x"))).run().nearest
+    assert alone is not None and alone.choice == least.choice
+
+
 def test_where_recompute_takes_more_than_it_saves_the_others_are_looked_at() -> None:
     """Of few blocks `full` may need the most: it works on a whole block beside what it keeps."""
 

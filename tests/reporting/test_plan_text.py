@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from allranks.layout import Layout
-from allranks.plan import Checked, Plan, Ranked, Refusal
+from allranks.plan import Checked, Plan, Ranked, Refusal, Span
 from allranks.planning.answer import make_plan
 from allranks.reporting.plan_text import SHOWN_REFUSALS, render_comparison, render_plan
 from allranks.units import format_bytes
@@ -76,6 +76,31 @@ def test_what_dry_runs_said_and_what_follows() -> None:
     nothing = checked_section(replace(plan, best=None, closest=None))
     assert nothing[-1].endswith("nothing is left")
     assert "Checked by dry runs" not in render_plan(pipelined())
+
+
+def test_what_dry_runs_say_where_nothing_fits_as_planned() -> None:
+    fitting = make_estimate()
+    large = replace(fitting, peak_bytes=Span(90e9, 91e9, 92e9), capacity_bytes=80e9)
+    other = replace(large, choice=replace(large.choice, layout=Layout(tp=8)))
+    closest = replace(pipelined(), best=None, closest=Ranked(large, "does not fit"))
+    for plan, checked, said in (
+        (
+            replace(closest, best=Ranked(fitting, "fits"), closest=None),
+            Checked(large, fitting, "counted"),
+            "what came closest fits",
+        ),
+        (closest, Checked(large, large, "counted"), "the closest does not fit"),
+        (closest, Checked(large, None, "counted"), "the closest does not fit, and no dry run has seen it"),
+        (closest, Checked(other, other, "counted"), "is closer, and does not fit, and no dry run has seen it"),
+        (
+            closest,
+            Checked(replace(other, peak_bytes=fitting.peak_bytes), large, "counted"),
+            "nothing fits any more, and ",
+        ),
+    ):
+        rows = squeezed(" ".join(checked_section(replace(plan, checked=(checked,)))))
+        assert said in rows, rows
+        assert "the plan's best stays" not in rows
 
 
 def test_nothing_left_is_a_refusal() -> None:

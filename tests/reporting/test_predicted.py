@@ -84,7 +84,8 @@ def test_on_cuda_the_tensors_are_compared(run: Run) -> None:
     found, whole = compare(run, on_cuda, 1.5, 60.0), compare(run, ATTEMPT, 1.5, 60.0)
     assert found is not None and found.peak_bytes is not None and whole is not None and whole.peak_bytes is not None
     peak = found.peak_bytes
-    assert (peak.low, peak.expected, peak.high, peak.ratio) == (0.0, 50.0, 150.0, 1.2)
+    # 50 of tensors, 40 of the driver's, 10 spare: the low end counts what is in use, and has no spare in it.
+    assert (peak.low, peak.expected, peak.high, peak.ratio) == (10.0, 50.0, 150.0, 1.2)
     assert whole.peak_bytes.expected == 100.0
 
 

@@ -91,3 +91,10 @@ def test_words_use_groups_that_there_are() -> None:
     for one in SIGNATURES:
         used = {int(number) for number in re.findall(r"\{(\d)\}", one.what + one.next)}
         assert not used or max(used) <= one.regex.groups, one.name
+
+
+def test_of_two_devices_the_likelier_remedy_comes_first() -> None:
+    """Mostly a forward makes a tensor on the processor, or one was not moved; few spread a model by device_map."""
+    (e22,) = (one for one in SIGNATURES if one.name == "E22")
+    assert e22.regex.search("Tensor on device cuda:0 is not on the expected device: found two different devices meta")
+    assert 0 <= e22.next.find("device=x.device") < e22.next.find(".to(x.device)") < e22.next.find("device_map")

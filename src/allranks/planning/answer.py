@@ -53,7 +53,7 @@ def make_plan(question: Question) -> Plan:
     if question.tokens is not None and found.best is not None:
         bill = bill_of(found.best, question.tokens, profile.tokens, question.cluster)
     changes = () if first is None else (*usual_changes(first, question), *question.what_ifs)
-    offloaded, by_host = _on_host(space, found, checked)
+    offloaded, by_host = _on_host(space, found, question)
     return Plan(
         model=profile.name,
         cluster=question.cluster.name,
@@ -62,9 +62,10 @@ def make_plan(question: Question) -> Plan:
         best=_best(found),
         others=_others(found, families, checked),
         refusals=_refusals(found, [*by_host, *refused]),
-        closest=None if found.best or found.nearest is None else Ranked(found.nearest, why_unfit(found.nearest)),
+        closest=_nearest(found, checked),
         notes=(
             *(*question.notes, *question.cluster.notes, *_of_hosts(first, offloaded, question)),
+            *_of_no_dry_run(found, checked, question),
             *left_out(question.cluster, question.upkeep),
         ),
         num_devices=question.cluster.num_devices,
@@ -79,13 +80,30 @@ def make_plan(question: Question) -> Plan:
     )
 
 
-def _on_host(space: Space, found: Found, checked: tuple[Checked, ...]) -> tuple[Ranked | None, list[Refusal]]:
+def _on_host(space: Space, found: Found, question: Question) -> tuple[Ranked | None, list[Refusal]]:
     """Where nothing fits: what does with parameters in the hosts' memory, and what that memory is too small for."""
     if found.best is not None or found.nearest is None:
         return None, []
-    offloaded = with_parameters_on_host(space, found.nearest, checked=bool(checked))
+    offloaded = with_parameters_on_host(space, found.nearest, checked=question.rehearse is not None)
     refused = [refusal for refusal in (refused_by_host(found.nearest), offloaded) if isinstance(refusal, Refusal)]
     return (offloaded if isinstance(offloaded, Ranked) else None), refused
+
+
+def _nearest(found: Found, checked: tuple[Checked, ...]) -> Ranked | None:
+    """Where nothing fits, what comes nearest, and whether a dry run says so."""
+    if found.best is not None or found.nearest is None:
+        return None
+    counted = any(one.corrected is found.nearest and not found.nearest.fault for one in checked)
+    return Ranked(found.nearest, why_unfit(found.nearest) + ("; a dry run has counted that" if counted else ""))
+
+
+def _of_no_dry_run(found: Found, checked: tuple[Checked, ...], question: Question) -> list[str]:
+    """That nothing was rehearsed, where it was asked for."""
+    if question.rehearse is None or checked:
+        return []
+    refused = "every layout is refused"
+    late = "its time was up, or what it had met before speaks against every dry run"
+    return [f"--check has rehearsed nothing, because {refused if found.nearest is None else late}"]
 
 
 def _of_hosts(first: Estimate | None, offloaded: Ranked | None, question: Question) -> list[str]:
@@ -117,7 +135,8 @@ def plan_gpus(question: Question) -> Plan:
         closest = _closest(question, sizes)
     number = question.cluster.num_devices if closest is None else closest[1]
     last = _do_not_do(refused) if refused else "none keeps the limit at the full rate of its products"
-    note = f"no number of devices does; {number} come closest: {last if closest is None else closest[2]}"
+    none = f"no number of devices does{_unchecked(question)}"
+    note = f"{none}; {number} come closest: {last if closest is None else closest[2]}"
     return make_plan(replace(_with_devices(question, number), notes=(*question.notes, note)))
 
 
@@ -204,12 +223,17 @@ def plan_seq(question: Question) -> Plan:
     """The plan of the longest samples that fit, in steps of 1024 positions; of the shortest where none does."""
     longest = largest(lambda length: _fits(replace(question, seq=length)), SEQ_STEP, SEQ_MOST)
     if longest == 0:
-        note = f"samples of {SEQ_STEP} positions do not fit, and no longer ones"
+        note = f"samples of {SEQ_STEP} positions do not fit{_unchecked(question)}, and no longer ones"
         return make_plan(replace(question, seq=SEQ_STEP, notes=(*question.notes, note)))
     beyond = Search(replace(question, seq=longest + SEQ_STEP).space()).run().nearest
     why = "the next is refused" if beyond is None else f"at {longest + SEQ_STEP} it {why_unfit(beyond)}"
     note = f"{longest} positions are the most (in steps of {SEQ_STEP}), because {why}"
     return make_plan(replace(question, seq=longest, notes=(*question.notes, note)))
+
+
+def _unchecked(question: Question) -> str:
+    """Said of what was searched without dry runs, where they may say otherwise."""
+    return "" if question.rehearse is None else " as planned"
 
 
 def _fits(question: Question) -> bool:
@@ -231,7 +255,12 @@ def _others(found: Found, families: list[Ranked], checked: tuple[Checked, ...]) 
         if one.choice not in taken and len(others) < SHOWN:
             taken.add(one.choice)
             others.append(Ranked(one, why_not(one, found.best)))
-    dropped = [Ranked(one.corrected, one.because) for one in checked if one.corrected and one.outcome == "dropped"]
+    first = found.best or found.nearest
+    dropped = [
+        Ranked(one.corrected, one.because)
+        for one in checked
+        if one.corrected and one.outcome == "dropped" and first and one.planned.choice != first.choice
+    ]
     return (*others, *dropped, *families)
 
 

@@ -13,7 +13,10 @@ from allranks.planning.question import Question
 from allranks.planning.search import Found, Search, front
 
 FEW: Final = 3
-"""Of the front of time and memory, the fastest first: so many are rehearsed, or fewer where there are no more."""
+"""Of the front of time and memory, the fastest first: so many are rehearsed, or fewer where there are no more.
+
+Of what does not fit as planned, so many that come nearest at most.
+"""
 MOST_TRIES: Final = 10
 """Dry runs that are asked for at most, those which nobody can make among them."""
 
@@ -39,7 +42,8 @@ def search_checked(question: Question) -> tuple[Search, tuple[Checked, ...]]:
     """The search that `question` asks for, ended; and what dry runs said of its best few, in the order of their turns.
 
     A configuration that drops out, or becomes slower, lets another one up, which is rehearsed in its turn; one that
-    cannot be rehearsed keeps its place, and the next takes its turn. Without `question.rehearse` nothing is rehearsed.
+    cannot be rehearsed keeps its place, and the next takes its turn. Where nothing fits, what comes nearest is
+    rehearsed: it may fit by what is counted. Without `question.rehearse` nothing is rehearsed.
     """
     space, estimates = question.space(), CorrectedEstimates()
     checks: dict[Choice, Checked] = {}
@@ -58,9 +62,15 @@ def search_checked(question: Question) -> tuple[Search, tuple[Checked, ...]]:
 
 
 def next_to_check(found: Found, checks: Mapping[Choice, Checked]) -> Estimate | None:
-    """The first of the best few that nobody has rehearsed yet; None where all stand, or enough was tried."""
+    """The first of the best few that nobody has rehearsed yet; None where all stand, or enough was tried.
+
+    Where none fits, the nearest.
+    """
     if len(checks) >= MOST_TRIES:
         return None
+    if found.best is None:
+        enough = sum(not check.planned.fits for check in checks.values()) == FEW
+        return None if enough or found.nearest is None or found.nearest.choice in checks else found.nearest
     standing = 0
     for one in front_of(found, checks):
         known = checks.get(one.choice)

@@ -36,7 +36,7 @@ class Found:
     Attributes:
         fits: those that were asked for their bytes alone.
         best: the fastest that fits; None where none does.
-        nearest: the one with the least memory.
+        nearest: the one with the least memory; of what would fail by something else only where nothing else is left.
     """
 
     estimates: dict[Choice, Estimate] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Found:
         self.estimates[found.choice] = found
         if found.fits and (self.best is None or rank(found) < rank(self.best)):
             self.best = found
-        if self.nearest is None or found.peak_bytes.high < self.nearest.peak_bytes.high:
+        if self.nearest is None or _distance(found) < _distance(self.nearest):
             self.nearest = found
         return found
 
@@ -82,6 +82,11 @@ def _rounded(seconds: float) -> float:
 def rank(found: Estimate) -> tuple[float, float, float]:
     """What the best has least of: time, then of the equally fast ones work, then memory."""
     return *pace_of(found), found.peak_bytes.high
+
+
+def _distance(fit: Fit) -> tuple[bool, float]:
+    """What the nearest has least of."""
+    return isinstance(fit, Estimate) and bool(fit.fault), fit.peak_bytes.high
 
 
 @final
@@ -172,8 +177,8 @@ class Search:
             if fit.fits:
                 self._estimate(group.profile, choice)
                 return True
-            if place == 0 and fit.peak_bytes.high > NEAR * fit.capacity_bytes:
-                return False
+            if place == 0 and fit.peak_bytes.high > NEAR * fit.capacity_bytes and not isinstance(fit, Estimate):
+                return False  # as in _estimate_fitting, what was counted of one says nothing of others
         return False
 
     def _smallest(self, group: Group) -> Iterator[Choice]:
@@ -189,7 +194,7 @@ class Search:
 
     def _find_nearest(self) -> None:
         """Estimate the one with the least memory."""
-        least = min(self.found.fits.items(), key=lambda item: item[1].peak_bytes.high, default=None)
+        least = min(self.found.fits.items(), key=lambda item: _distance(item[1]), default=None)
         if least is not None:
             self.estimate(least[0])
 

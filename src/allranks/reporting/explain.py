@@ -1,7 +1,6 @@
 """Why a run died, from its directory or from any log: what is known for certain first, then what signatures tell."""
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO, final
@@ -9,32 +8,29 @@ from typing import TextIO, final
 from allranks.errors import ConfigError
 from allranks.failure import STOPS, Failure, first_failure, read_failures
 from allranks.own_loops import start_again
+from allranks.reporting.history import find_attempts
 from allranks.reporting.report import Report, report
 from allranks.reporting.signatures import E1, SIGNATURES, Signature
+from allranks.reporting.timeouts import Job, Timeouts, compare
 from allranks.run import Run
 from allranks.units import format_moment
 from allranks.verdict import Verdict
 
 MAX_LINE = 4000
 MAX_LINES = 2000
-RANK_DIGITS = 6
-NAMED_RANKS = 16
 LONGEST_EXCERPT = 200
-MAX_KEPT = 1000
 NOT_VERDICTS = ("restart", "goes_on", "join", "leave")  # what the supervisor did, rather than what was wrong
 GENERAL = "from general knowledge: cause and remedy were not reproduced here"
-
-_RANK = re.compile(r"\[\s*[Rr]ank\s*(\d+)\s*\]|\brank(\d+)\]|local_rank: (\d+)")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A signature in a log: where it was seen first, how often, and on which ranks as far as the lines say.
+    """A signature in a log: where it was seen first, and how often.
 
     Attributes:
         place: the number of the line, from 1.
-        groups: what the pattern's groups caught, at each sighting, with the rank (None: the line names none).
+        words: what the pattern's groups caught there.
     """
 
     signature: Signature
@@ -42,7 +38,7 @@ class Sighting:
     place: int
     excerpt: str
     count: int
-    groups: tuple[tuple[int | None, tuple[str, ...]], ...]
+    words: tuple[str, ...]
 
 
 def explain(path: Path) -> list[Verdict]:
@@ -63,14 +59,30 @@ def explain_run(run: Run) -> list[Verdict]:
     """What the supervisor found, how the workers say they failed, and what their logs show."""
     found = [_as_verdict(event) for event in run.events() if _is_finding(event)]
     found.reverse()  # the newest ended it
-    failure = first_failure(one for one in read_failures(run.log().parent) if one.exit_code not in STOPS)
+    failures = [one for one in read_failures(run.log().parent) if one.exit_code not in STOPS]
+    failure = first_failure(failures)
     if failure is not None:
         found.insert(0, _of_failure(failure, run))
     logs = sorted(log for log in run.log().parent.glob("rank-*.log") if log.is_file())
     known = {verdict.kind for verdict in found}
-    seen = [one for log in logs for one in explain_log(log) if one.kind not in known]
+    timeouts = Timeouts()
+    sightings = [one for log in logs for one in _read(log, timeouts)]
+    # Logs go back over all attempts, records of failures are the newest one's.
+    together = compare(timeouts.newest({one.rank for one in failures}), _job(run, failures))
+    seen = [_describe(one, together) for one in sightings if one.signature.name not in known]
     found += list({one.kind: one for one in reversed(seen)}.values())[::-1]
     return found or _of_state(report(run))
+
+
+def _job(run: Run, failures: Iterable[Failure]) -> Job | None:
+    """The newest attempt's ranks; None where nothing tells how many it has."""
+    attempts = find_attempts(run.events())
+    num_ranks = attempts[-1].world_size if attempts else 1
+    if num_ranks == 1:
+        return None
+    # What compiled code prints on rank 0 goes to the terminal, and that of other hosts may be in another directory.
+    heard = frozenset(rank for rank in range(1, num_ranks) if run.log(rank).is_file())
+    return Job(num_ranks, heard, frozenset(one.rank for one in failures if one.consequence))
 
 
 def explain_silence(path: Path) -> str:
@@ -122,17 +134,24 @@ def explain_log(path: Path) -> list[Verdict]:
     Raises:
         ConfigError: it cannot be read.
     """
+    timeouts = Timeouts()
+    sightings = _read(path, timeouts)
+    together = compare(timeouts.newest())
+    return [_describe(one, together) for one in sightings]
+
+
+def _read(path: Path, timeouts: Timeouts) -> list[Sighting]:
+    """The signatures in a log that say something, in the order in which they are told."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            sightings = find_signatures(path, _lines(file))
+            sightings = find_signatures(path, timeouts.passing(_lines(file)))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror or error}; give a run's directory or a log"
         ) from error
     names = {one.signature.name for one in sightings}
     sightings = [one for one in sightings if not one.signature.beside or names & set(one.signature.beside)]
-    ordered = sorted(sightings, key=lambda one: (one.signature.consequence, one.place))
-    return [_describe(one) for one in ordered]
+    return sorted(sightings, key=lambda one: (one.signature.consequence, one.place))
 
 
 def _lines(file: TextIO) -> Iterator[str]:
@@ -151,54 +170,24 @@ def find_signatures(path: Path, lines: Iterable[str]) -> list[Sighting]:
         for signature in SIGNATURES:
             match = signature.regex.search(text)
             if match is not None:
-                told = (_rank_of(text), tuple(group or "" for group in match.groups()))
-                new = Sighting(signature, path, place, text.strip()[:LONGEST_EXCERPT], 0, ())
+                words = tuple(group or "" for group in match.groups())
+                new = Sighting(signature, path, place, text.strip()[:LONGEST_EXCERPT], 0, words)
                 before = found.get(signature.name, new)
-                groups = (*before.groups, told)[:MAX_KEPT]
-                found[signature.name] = replace(before, count=before.count + 1, groups=groups)
+                found[signature.name] = replace(before, count=before.count + 1)
                 break
     return list(found.values())
 
 
-def _rank_of(text: str) -> int | None:
-    match = _RANK.search(text)
-    if match is None:
-        return None
-    digits = next(filter(None, match.groups()))
-    return int(digits) if len(digits) <= RANK_DIGITS else None
-
-
-def _describe(one: Sighting) -> Verdict:
+def _describe(one: Sighting, together: tuple[str, str] | None) -> Verdict:
+    """The verdict; of NCCL's timeouts what the ranks' say `together`, where they do."""
     signature = one.signature
-    words = ("", *one.groups[0][1])
+    words = ("", *one.words)
     evidence = [f"{one.file}:{one.place}: {one.excerpt}"]
     if one.count > 1:
         evidence.append(f"{one.count} times in this log")
     if signature.known == "general":
         evidence.append(GENERAL)
     what, move = signature.what.format(*words), signature.next.format(*words)
-    if signature is E1:
-        what, move = _compare_ranks(one.groups, what, move)
+    if signature is E1 and together is not None:
+        what, move = together
     return Verdict(signature.name, what, tuple(evidence), move)
-
-
-def _compare_ranks(groups: Sequence[tuple[int | None, tuple[str, ...]]], what: str, move: str) -> tuple[str, str]:
-    """What the timeouts of several ranks say together (E1)."""
-    by_rank = {rank: told for rank, told in groups if rank is not None}
-    if len(by_rank) < 2:
-        return what, move
-    if len(set(by_rank.values())) > 1:
-        calls = ", ".join(f"rank {rank} in {op} number {seq}" for rank, (seq, op, _) in sorted(by_rank.items()))
-        return (
-            f"the ranks waited in different collectives: {calls}",
-            "find the first call that is not made by all ranks alike: something in it depends on the rank or its data",
-        )
-    missing = sorted(set(range(max(by_rank) + 1)) - set(by_rank))
-    if missing:
-        more = f" and {len(missing) - NAMED_RANKS} more" if len(missing) > NAMED_RANKS else ""
-        names = ", ".join(map(str, missing[:NAMED_RANKS])) + more
-        return f"{what}: rank {names} did not come", f"rank {names} died or stands in code of its own: look at its log"
-    _, _, size = next(iter(by_rank.values()))
-    if size == "1":
-        return f"{what}: all ranks alike", "one value: a barrier, a metric or an early stop; see who makes it, and when"
-    return f"{what}: all ranks alike", "the same call everywhere: look at network and GPUs (`allranks doctor`)"

@@ -139,16 +139,24 @@ def _checked(plan: Plan) -> RenderableType | None:
     rows: list[tuple[str, str]] = [
         (one.outcome, f"{_choice(one.planned.choice)}\n{one.because}") for one in plan.checked
     ]
-    rows.append(("so", _consequence(plan, plan.checked[0].planned.choice)))
+    rows.append(("so", _consequence(plan, plan.checked[0].planned)))
     return _pairs(rows)
 
 
-def _consequence(plan: Plan, first: Choice) -> str:
-    """Whether what was planned `first` still leads, and whether a dry run has seen what leads."""
+def _consequence(plan: Plan, first: Estimate) -> str:
+    """Whether what was planned `first` still leads, or fits now, and whether a dry run has seen what leads."""
     if plan.leading is None:
         return "nothing is left"
     leading = plan.leading.estimate.choice
-    said = "the plan's best stays" if leading == first else f"{_choice(leading)} leads in its place"
+    stays, name = leading == first.choice, _choice(leading)
+    if plan.best is None and first.fits:
+        said = f"nothing fits any more, and {name} is the closest"
+    elif plan.best is None:
+        said = "the closest does not fit" if stays else f"{name} is closer, and does not fit"
+    elif stays:
+        said = "the plan's best stays" if first.fits else "what came closest fits"
+    else:
+        said = f"{name} leads in its place"
     seen = any(one.corrected and one.planned.choice == leading for one in plan.checked)
     return said if seen else f"{said}, and no dry run has seen it"
 

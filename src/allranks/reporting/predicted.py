@@ -12,6 +12,8 @@ from allranks.ordinary_file import read_small
 from allranks.reporting.history import Attempt
 from allranks.run import Run
 
+NOTHING = (0.0, 0.0, 0.0)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def compare(
         cluster=str(document.get("cluster", "")),
         layout=best["layout"],
         because=str(best.get("because", "")),
-        step_seconds=_figure(best.get("step_seconds"), None if differs else step_seconds, _saving_seconds(best)),
+        step_seconds=_figure(best.get("step_seconds"), None if differs else step_seconds, (_saving_seconds(best),) * 3),
         peak_bytes=_figure(best.get("peak_bytes"), None if differs else peak_bytes, _unseen_bytes(best, newest)),
         differs=differs,
     )
@@ -82,27 +84,29 @@ def _saving_seconds(best: Mapping[str, Any]) -> float:
     return float(share) if isinstance(share, int | float) else 0.0
 
 
-def _unseen_bytes(best: Mapping[str, Any], newest: Attempt | None) -> float:
-    """What the prediction holds and a run does not measure: on CUDA it measures what torch's tensors take.
+def _unseen_bytes(best: Mapping[str, Any], newest: Attempt | None) -> tuple[float, float, float]:
+    """What a prediction's low, expected and high hold and a run does not measure: on CUDA it measures torch's tensors.
 
-    The driver's context and the allocator's spare are outside of that.
+    The driver's context and the allocator's spare are outside of that; low counts what is in use, without a spare.
     """
     parts, span = best.get("bytes_by_category"), best.get("peak_bytes")
     on_cuda = newest is not None and newest.device.startswith("cuda")
     if not on_cuda or not isinstance(parts, dict) or not isinstance(span, dict):
-        return 0.0
+        return NOTHING
     try:
-        tensors = sum(float(size) for name, size in parts.items() if name != "framework")
-        return max(0.0, float(span["expected"]) - tensors)
+        used, framework = sum(float(size) for size in parts.values()), float(parts.get("framework", 0.0))
+        unseen = max(0.0, float(span["expected"]) - (used - framework))
+        return framework, unseen, unseen
     except (KeyError, TypeError, ValueError):
-        return 0.0
+        return NOTHING
 
 
-def _figure(span: object, measured: float | None, unseen: float = 0.0) -> Figure | None:
+def _figure(span: object, measured: float | None, unseen: tuple[float, float, float] = NOTHING) -> Figure | None:
     if not isinstance(span, dict):
         return None
     values = [span.get(name) for name in ("low", "expected", "high")]
-    numbers = [float(value) - unseen for value in values if isinstance(value, int | float)]
+    pairs = zip(values, unseen, strict=True)
+    numbers = [float(value) - part for value, part in pairs if isinstance(value, int | float)]
     if len(numbers) < 3 or not all(isfinite(number) for number in numbers) or numbers[1] <= 0:
         return None
     low, expected, high = max(0.0, numbers[0]), numbers[1], numbers[2]

@@ -200,9 +200,11 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E22",
-        r"found at least two devices|device_map=['\"]auto['\"]",
+        r"found (?:at least two|two different) devices|device_map=['\"]auto['\"]",
         "tensors of two devices met in one operation",
-        "do not spread a model with device_map='auto' in a distributed run; give it to allranks on one device",
+        "take the device of a tensor that a forward makes from another one (device=x.device), and move there what was "
+        "left behind (.to(x.device), register_buffer); a model that device_map='auto' has spread: give it to allranks "
+        "on one device",
         known="general",
     ),
     Signature(
