@@ -452,7 +452,9 @@ def test_what_the_leader_alone_has_in_memory_is_on_the_disk_before_others_begin(
         monkeypatch.setattr("allranks.surviving.hosts.introduction.introduce", lambda *told: None)
         monkeypatch.setattr("allranks.surviving.hosts.introduction.learn", lambda *asked: None)  # it leads
         hosts, seating = SimpleNamespace(endpoint=None), SimpleNamespace()
-        given: Any = SimpleNamespace(notices=None, hosts=hosts, config=Config(), seek=None, seating=seating, is_open=False)
+        given: Any = SimpleNamespace(
+            notices=None, hosts=hosts, config=Config(), seek=None, seating=seating, is_open=False
+        )
         shared, decided = running_hosts._share_run(given, given, given, given, 1)
         assert (shared.attempts, decided) == (2, ())
         assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-00000030"]

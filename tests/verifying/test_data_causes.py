@@ -86,6 +86,20 @@ def test_samples_fed_twice_along_one_axis_of_two(rows: Sequence[list[int]], axis
     assert (finding.verdict.kind, finding.axis) == ("S4", axis)
 
 
+def test_parts_of_a_packed_batch_are_other_batches_of_which_nothing_is_said() -> None:
+    """But where two ranks are fed the same one."""
+    one, world = RunRecord(steps=[StepRecord(rows=[7], packed=True)]), WorldView((0, 1), {"dp": 2})
+
+    def judged(first: int, second: int, packed: bool = True) -> list[str]:
+        ranks = [RunRecord(steps=[StepRecord(rows=[row], packed=packed)]) for row in (first, second)]
+        return [finding.verdict.kind for finding in judge_samples(Evidence(OneDevice(one), ranks, world), 0)]
+
+    assert judged(8, 9) == []
+    assert judged(7, 7) == ["S4"]
+    one.steps[0].packed = False
+    assert judged(8, 9, packed=False) == ["other"]
+
+
 def test_an_epoch_that_begins_anew_in_the_same_order() -> None:
     def change(ranks: list[RunRecord]) -> None:
         ranks[0].steps[1].rows, ranks[1].steps[1].rows = [0, 1], [2, 3]

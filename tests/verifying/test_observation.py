@@ -1,5 +1,6 @@
 """Looking from outside: logical names, digests of samples, dropouts, noise by sample, clipping."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -146,3 +147,11 @@ def test_values_of_samples_and_their_shapes() -> None:
     longer = look.values_of({"x": nn.functional.pad(x, (0, 1)), "y": y})
     assert longer[0][0] != whole[0][0] and len({shapes for shapes, _ in longer}) == 1
     assert look.values_of((x, torch.ones(2))) == look.values_of(3) == look.values_of(torch.ones(())) == []
+
+
+def test_a_packed_batch_has_no_rows() -> None:
+    """Atoms of several molecules one behind the other, and an energy for each molecule."""
+    packed = {"places": torch.zeros(5, 3), "energies": torch.zeros(2)}
+    assert not look.has_rows(packed) and len(look.rows_of(packed)) == 1
+    assert look.has_rows({"x": torch.zeros(5, 3), "y": np.zeros(5)})
+    assert not look.has_rows([1, 2]) and not look.has_rows(torch.ones(()))

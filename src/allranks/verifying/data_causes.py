@@ -14,7 +14,11 @@ WHOLE = "let dataset() hold all samples on every rank, whatever its rank is: all
 
 
 def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
-    """Whether the ranks together are fed in `step` what one device is, each sample as often."""
+    """Whether the ranks together are fed in `step` what one device is, each sample as often.
+
+    Of packed batches it is seen where ranks are fed the same one; parts of one are other batches, of which nothing is
+    said: gradients and values tell.
+    """
     one, ranks = evidence.step(step)
     due, fed = Counter(one.rows), _of_all(evidence, ranks)
     if due == fed:
@@ -39,6 +43,8 @@ def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
         return [
             found("S1", f"step {step}: the ranks begin the epoch in the order of the one before", repeats, step=step)
         ]
+    if one.packed or any(record.packed for record in ranks):
+        return []
     lost, extra = due - fed, fed - due
     kind = "S3" if not extra else "S2" if not lost else OTHER
     mend = {OTHER: "cut one global order over the ranks, the same for every number of them"}

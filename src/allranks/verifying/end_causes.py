@@ -54,6 +54,8 @@ def _allowed(evidence: Evidence, name: str, due: float) -> float:
 
 
 def _coverage(evidence: Evidence) -> tuple[str, str] | None:
+    if any(run.evaluated_packed for run in (evidence.one.run, *evidence.ranks)):
+        return None  # a part of a packed batch is another one
     due = Counter(evidence.one.run.evaluated)
     firsts = {evidence.world.data_rank[rank]: rank for rank in reversed(range(evidence.world.size))}
     fed = sum((Counter(evidence.ranks[rank].evaluated) for rank in firsts.values()), Counter[int]())

@@ -84,14 +84,26 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> Parts:
 def rows_of(batches: Any) -> list[int]:
     """Digests of the samples of a batch: of every row of its tensors, where these have one length.
 
-    What repeats at the end of a row of numbers does not count: batches are padded to different lengths.
+    What repeats at the end of a row of numbers does not count: batches are padded to different lengths. Of a batch
+    without rows (`has_rows`) there is one digest, of all of it.
     """
-    leaves = [leaf for leaf in pytree.tree_leaves(batches) if isinstance(leaf, torch.Tensor | np.ndarray)]
-    tensors = [torch.as_tensor(leaf).detach().cpu() for leaf in leaves]
-    lengths = {tensor.shape[0] if tensor.dim() else -1 for tensor in tensors}
-    if len(lengths) != 1 or lengths == {-1}:
+    tensors = _tensors_of(batches)
+    if not has_rows(batches):
         return [_digest([_bytes(tensor) for tensor in tensors] or [repr(batches).encode()])]
-    return [_digest([_bytes(_unpadded(tensor[row])) for tensor in tensors]) for row in range(lengths.pop())]
+    return [_digest([_bytes(_unpadded(tensor[row])) for tensor in tensors]) for row in range(len(tensors[0]))]
+
+
+def has_rows(batches: Any) -> bool:
+    """Whether the tensors of a batch have one length, that of its samples; not where these are packed one behind the
+    other, as graphs are, so that what a part of them is can be told by the program alone.
+    """
+    lengths = {tensor.shape[0] if tensor.dim() else -1 for tensor in _tensors_of(batches)}
+    return len(lengths) == 1 and lengths != {-1}
+
+
+def _tensors_of(batches: Any) -> list[torch.Tensor]:
+    leaves = [leaf for leaf in pytree.tree_leaves(batches) if isinstance(leaf, torch.Tensor | np.ndarray)]
+    return [torch.as_tensor(leaf).detach().cpu() for leaf in leaves]
 
 
 def values_of(batch: Any) -> list[tuple[int, int]]:

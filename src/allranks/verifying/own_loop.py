@@ -176,6 +176,7 @@ class OwnLoop:
                 break
             self._step = StepRecord(seeds=seeds, drew=self._drew(seeds, look.generator_digests()))
             self._step.rows = [row for batch in batches for row in look.rows_of(batch)]
+            self._step.packed = not all(map(look.has_rows, batches))
             self._step.num_batches = len(batches)
             if setting.seed:
                 look.seed_everything(setting.seed + OF_A_STEP * index)
@@ -247,6 +248,7 @@ class OwnLoop:
             return
         batches = program.evaluation_batches(self.rank, self.size)
         self.record.evaluated = [row for batch in batches for row in look.rows_of(batch)]
+        self.record.evaluated_packed = not all(map(look.has_rows, batches))
         found = program.evaluate(self._model, [cast_floats(batch, self.setting.dtype) for batch in batches])
         values = {str(name): number(value) for name, value in dict(found).items()}
         self.record.evaluation = {name: math.nan if value is None else value for name, value in values.items()}

@@ -32,6 +32,10 @@ LOWERED = (
     "of the first step, as far as rounding in that precision allows"
 )
 EVEN = "every rank had as many samples in each step: uneven shares were not tried"
+PACKED = (
+    "which samples the ranks were fed was not compared: the tensors of a batch have no row for each (they are packed,"
+    " as graphs are)"
+)
 ALONE = "the program fails on one device", "make it run alone first: build(False)"
 RUN_IT = "make it run on several processes first: torchrun"
 
@@ -158,7 +162,9 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
         with failing("the program fails where one process loads what the ranks have saved", RUN_IT):
             loaded: RunRecord = launch_without_gpus(run_load, source, _of_ranks(setting), nproc=1)[0]
         findings = judge_reshard(evidence, loaded)
-    notes = ((EVEN,) if _is_even(evidence) else ()) + not_tried(ranks, setting.num_steps)
+    packed = any(record.packed for record in one.run.steps)
+    notes = (PACKED,) if packed else (EVEN,) if _is_even(evidence) else ()
+    notes += not_tried(ranks, setting.num_steps)
     equal = equal_steps(evidence) if findings else {}
     return Answer(tuple(findings), one, tuple(ranks), world, notes=notes, equal_steps=equal)
 

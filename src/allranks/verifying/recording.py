@@ -50,6 +50,7 @@ class StepRecord:
     Attributes:
         loss: what the step returned, None where that is no number.
         rows: digests of the samples that were fed, in their order.
+        packed: whether a batch has no row for each of its samples: `rows` has one digest of all of it.
         values: of a Task, whose rows are places in the order: (digest of its shapes, of its values) by row, where a
             batch has a row for each sample.
         num_batches: micro-batches that were fed.
@@ -67,6 +68,7 @@ class StepRecord:
 
     loss: float | None = None
     rows: list[int] = field(default_factory=list)
+    packed: bool = False
     values: dict[int, tuple[int, int]] = field(default_factory=dict)
     num_batches: int = 0
     raw: Parts = field(default_factory=dict)
@@ -114,7 +116,7 @@ class RunRecord:
         start: before the first step.
         steps: one by one.
         evaluation: name -> value, as the program measured it.
-        evaluated: digests of the samples that it was measured on.
+        evaluated: digests of the samples that it was measured on; evaluated_packed: as a step's `packed`.
         first: the number of the first of them: 0, or that of the step which a load has gone on with.
         saved_before: the step before which it was saved; 0: it was not.
         resumed: the same steps once more, from that save on; None where nobody has loaded it.
@@ -127,6 +129,7 @@ class RunRecord:
     steps: list[StepRecord] = field(default_factory=list)
     evaluation: dict[str, float] | None = None
     evaluated: list[int] = field(default_factory=list)
+    evaluated_packed: bool = False
     first: int = 0
     saved_before: int = 0
     resumed: "RunRecord | None" = None
