@@ -16,7 +16,7 @@ from allranks.errors import ConfigError
 from allranks.plan import Plan, Ranked
 from allranks.plan_request import PlanRequest
 from allranks.planning.hardware import find_cluster
-from allranks.planning.question import Question
+from allranks.planning.question import Question, usual_batch
 from allranks.planning.search import Search
 from tests.commands import POINTS
 from tests.planning.questions import ask as question_about
@@ -27,12 +27,31 @@ def question(**options: Any) -> Question:
     return ask(request, find_subject(request), find_cluster("8:a100-80g")).question
 
 
+def question_of(request: PlanRequest) -> Question:
+    return ask(request, find_subject(request), find_cluster(*request.cluster)).question
+
+
 def test_numbers_with_suffixes() -> None:
     found = question(seq="32k", tokens="1.5T", deadline="2d", budget=5.0, price=2.0, watts=400.0)
     assert (found.seq, found.tokens, found.limit_seconds, found.limit_money) == (32768, 1.5e12, 172800.0, 5.0)
     assert (found.cluster.device_hour_price, found.cluster.device_watts) == (2.0, 400.0)
     assert found.global_batch == 2**22 // 32768
     assert any(note.startswith("global batch 128, because") for note in found.notes)
+
+
+def test_the_batch_of_the_longest_samples_is_that_of_their_length() -> None:
+    """The plan of the answered length says the same, and one that the user gave stays."""
+    request = PlanRequest(("gpt2",), ("1:a100",), seq="?")
+    found = ask(request, find_subject(request), find_cluster("1:a100")).plan()
+    assert found.seq > 2**15 and found.best is not None
+    again = question_of(replace(request, seq=str(found.seq)))
+    assert found.best.estimate.choice.global_batch == again.global_batch == usual_batch(found.seq)[0] < 128
+    batches = [note for note in found.notes if note.startswith("global batch ")]
+    assert batches == [note for note in again.notes if note.startswith("global batch ")]
+    assert batches[0].endswith(f"M tokens a step of {found.seq} each")
+    given = question_of(replace(request, global_batch=64))
+    assert given.global_batch == given.of_length(4096).global_batch == 64
+    assert not any(note.startswith("global batch ") for note in given.of_length(4096).notes)
 
 
 @pytest.mark.parametrize("given", [{"seq": "0.5"}, {"seq": "1.5"}, {"gpus": "8.9"}])

@@ -12,6 +12,7 @@ from allranks.planning.changes import in_units, usual_changes, what_if
 from allranks.planning.estimate import estimate
 from allranks.planning.question import Question
 from allranks.planning.scale import cluster_of
+from allranks.planning.this_machine import look
 from allranks.units import format_bytes
 from tests.planning.profiles import decoder
 from tests.planning.questions import ask
@@ -110,6 +111,32 @@ def test_larger_units_are_gathered_whole() -> None:
 def test_a_change_that_no_rule_lets_in_is_refused(change: str, because: str) -> None:
     found = what_if(change, weigh(), UNKNOWN if "offload" in change else QUESTION)
     assert found.estimate is None and because in found.because
+
+
+@pytest.mark.parametrize(
+    "change", ["micro_batch=" + 320 * "9", "tp=" + 5000 * "9", "gpus=" + 30 * "9", "seq=" + 400 * "9"]
+)
+def test_a_size_that_nothing_has_is_one_line(change: str) -> None:
+    with pytest.raises(ConfigError, match=r"what-if .*more than 1e\+1[28], which no run has") as told:
+        what_if(change, weigh(), QUESTION)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("key", ["micro_batch", "global_batch", "gpus", "tp", "ep", "unit"])
+def test_the_largest_size_that_is_taken_has_an_answer(key: str) -> None:
+    assert what_if(f"{key}={10**12}", weigh(), QUESTION).because
+
+
+def test_other_processes_on_this_processor_are_no_other_machines() -> None:
+    """Half of them have twice as much memory each; twice as many compute no faster than there are cores."""
+    question = ask(where="1x2:cpu")
+    choice = Choice(Layout(dp_replicate=2), question.global_batch, 1, "float32")
+    first = estimate(question.make_profile(question.seq, "float32"), question.cluster, choice)
+    one = what_if("gpus=1", first, question).estimate
+    assert one is not None and one.capacity_bytes == pytest.approx(2 * first.capacity_bytes, rel=1e-6)
+    cores = look().cores
+    many = what_if(f"gpus={2 * cores}", first, question).estimate
+    assert many is not None and many.time.compute > first.time.compute * 0.9 * min(1, 2 / cores)
 
 
 def test_positions_are_written_as_for_the_whole_plan() -> None:

@@ -6,7 +6,8 @@ from math import prod
 import pytest
 
 from allranks.layout import Layout
-from allranks.planning.choices import Space, every_choice, kept_modes, layouts, of_layout, splits
+from allranks.plan import Refusal
+from allranks.planning.choices import Space, every_choice, groups, kept_modes, layouts, of_layout, splits
 from allranks.planning.rules import check
 from tests.planning.profiles import cluster, decoder
 
@@ -54,6 +55,25 @@ def test_a_written_layout_notes_who_is_refused() -> None:
     refusals: dict[tuple[str, str], object] = {}
     assert list(of_layout(space, Layout(tp=8), refusals)) == []  # type: ignore[arg-type]
     assert [rule for rule, _ in refusals] == ["tensor"]
+
+
+def test_too_few_micro_steps_are_noted_where_no_micro_batch_has_enough() -> None:
+    space = Space({"bfloat16": decoder()}, cluster(1, 8), 8)
+    for layout in (Layout(dp_replicate=2, tp=2, pp=2), Layout(dp_replicate=2, pp=4)):
+        refusals: dict[tuple[str, str], Refusal] = {}
+        found = list(groups(space, "bfloat16", layout, ("1f1b",), refusals))
+        assert len(found) < len(space.micro_batches(layout)) and found and not refusals
+        assert list(of_layout(space, layout, refusals)) and not refusals
+    refusals = {}
+    two = list(groups(space, "bfloat16", Layout(dp_replicate=4, pp=2), ("1f1b", "interleaved"), refusals))
+    assert [one.plain.layout.schedule for one in two] == ["1f1b"] and not refusals
+    few = replace(space, global_batch=4)
+    assert not list(groups(few, "bfloat16", Layout(dp_replicate=4, pp=2), ("1f1b", "interleaved"), refusals))
+    ((rule, name),) = refusals
+    assert (rule, name) == ("pipeline_batch", "dp_replicate=4,pp=2"), "pp=2 alone, with fewer copies, is let in"
+    assert refusals[rule, name].because.endswith("a rank has 1")
+    written: dict[tuple[str, str], Refusal] = {}
+    assert not list(of_layout(few, Layout(dp_replicate=4, pp=2), written)) and written == refusals
 
 
 def test_the_vendors_host_is_filled_only_where_somebody_asks() -> None:

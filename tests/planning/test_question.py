@@ -35,6 +35,8 @@ def test_precisions_that_the_user_names() -> None:
 def test_the_usual_batch_is_a_number_of_tokens() -> None:
     assert usual_batch(8192)[0] == 512 and usual_batch(2048)[0] == 2048
     assert "4.2M tokens" in usual_batch(8192)[1]
+    assert usual_batch(121856) == (32, "global batch 32, because that is about 3.9M tokens a step of 121856 each")
+    assert [usual_batch(seq)[0] for seq in (2**22, 2**23, 10**18)] == [1, 1, 1]
 
 
 def test_a_written_layout_takes_what_is_left() -> None:

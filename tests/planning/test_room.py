@@ -9,7 +9,8 @@ from allranks.named_models import find_model
 from allranks.planning.choices import Space, every_choice
 from allranks.planning.estimate import estimate
 from allranks.planning.hardware import find_cluster
-from allranks.planning.room import MEMORY_HIGH, MEMORY_LOW, PEAK_HIGH, USABLE, room_of
+from allranks.planning.host_traffic import HOST_SHARE, host_capacity_bytes
+from allranks.planning.room import MEMORY_HIGH, MEMORY_LOW, PEAK_HIGH, USABLE, room_of, shared_with_host, usable_bytes
 from tests.planning.profiles import choose, cluster, decoder
 
 HOSTS: dict[str, Any] = {"host_memory_bytes": 4e9, "host_bandwidth": 20e9}
@@ -47,3 +48,14 @@ def test_a_fit_has_room_for_what_is_in_use_and_a_little_more(share: float, fits:
     used = room_of(decoder(), there, choice).memory.total
     smaller = replace(there.device, memory_bytes=MEMORY_HIGH * used / USABLE / share)
     assert room_of(decoder(), replace(there, device=smaller), choice).fits is fits
+
+
+def test_processes_on_a_processor_leave_the_system_what_it_needs() -> None:
+    """Together they may fill four fifths of the machine, as what GPUs move to their host may."""
+    two = find_cluster("1x2:cpu")
+    assert two.host_memory_bytes is not None and host_capacity_bytes(two) == HOST_SHARE * two.host_memory_bytes
+    assert 2 * usable_bytes(two.device) == pytest.approx(HOST_SHARE * two.host_memory_bytes)
+    choice = choose(16, 1, dp_shard=2)
+    assert room_of(decoder(), two, choice).capacity_bytes == usable_bytes(two.device)
+    assert ", 80% of its share of the machine's memory" in shared_with_host(two)
+    assert shared_with_host(cluster()) == ""

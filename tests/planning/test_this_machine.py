@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from allranks import __version__
+from allranks import __version__, free_memory
 from allranks.cluster import Cluster
 from allranks.errors import ConfigError
+from allranks.free_memory import whole_host_bytes
 from allranks.planning import this_machine
 from allranks.planning.cluster_file import write_cluster
 from allranks.planning.corrections import Row, remember
@@ -22,7 +24,6 @@ from allranks.planning.this_machine import (
     corrections_path,
     cpu_cluster,
     local_cluster,
-    visible,
 )
 
 PROCESSOR = MachineFacts("AMD EPYC 9B45 (tm)", 8, 32e9, ())
@@ -175,68 +176,41 @@ def test_gpus_that_differ() -> None:
         find_cluster("local")
 
 
-ROWS = [("0", "GPU-aa", "A"), ("1", "GPU-bb", "B"), ("2", "GPU-bc", "C")]
+def in_a_container(num_bytes: float) -> Any:
+    """The same machine, of whose memory a container may take so much."""
+    return patch.object(this_machine, "look", lambda: replace(PROCESSOR, memory_bytes=num_bytes))
 
 
-@pytest.mark.parametrize(
-    ("chosen", "names"),
-    [(None, ("A", "B", "C")), ("", ()), ("2,0", ("C", "A")), ("GPU-bc", ("C",)), ("1,7,0", ("B",)), ("-1", ())],
-)
-def test_the_devices_that_a_process_may_use(chosen: str | None, names: tuple[str, ...]) -> None:
-    assert visible(ROWS, chosen) == names
+def test_what_was_measured_outside_of_a_container_has_no_more_than_its_limit(machine: None) -> None:
+    calibrated(8)
+    row = Row(run="a", machine=find_cluster("8:cpu").machine, version=__version__, family="ddp", seconds_ratio=1.5)
+    remember(corrections_path(), row)
+    with in_a_container(4e9):
+        for text, each in (("8:cpu", 5e8), ("2:cpu", 2e9), ("3x8:cpu", 5e8)):
+            found = find_cluster(text)
+            assert (found.device.memory_bytes, found.host_memory_bytes) == (each, 4e9), text
+        assert find_cluster("8:cpu").corrections, "what its runs took stays known there"
+    with in_a_container(64e9):
+        assert find_cluster("8:cpu").device.memory_bytes == 4e9, "a file that says less is believed"
 
 
-def says(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one nvidia-smi there is; "": there is none."""
-    if script:
-        (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
-        (folder / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(this_machine, "DEVICE_FILES", folder)
-
-
-NAMES = "echo '0, GPU-aa, Disabled, NVIDIA H100 80GB HBM3'"
-CUT = "echo '0, GPU-aa, [N/A], NVIDIA L4'; echo '1, GPU-bb, Enabled, NVIDIA H100 80GB HBM3'"
-
-
-@pytest.mark.parametrize(
-    ("script", "chosen", "device_file", "unnamed"),
-    [
-        ("", None, "nvidia0", "nvidia-smi cannot be run"),
-        ("exit 9", "0,1", "nvidia0", "nvidia-smi ended with 9"),
-        ("exec /bin/sleep 20", None, "nvidia0", "nvidia-smi said nothing for 0 s"),
-        (NAMES, "MIG-aa", "nvidia0", "a part of one"),
-        (CUT, None, "nvidia0", "one is cut into parts (MIG)"),
-        (CUT, "1", "nvidia0", "one is cut into parts (MIG)"),
-        ("", "", "nvidia0", ""),
-        ("", "-1", "nvidia0", ""),
-        ("", None, "nvidiactl", ""),  # as in a container without GPUs on a host that has some
-        (NAMES, "7", "nvidia0", ""),
-    ],
-)
-def test_gpus_that_nobody_names_are_no_processor(
-    script: str, chosen: str | None, device_file: str, unnamed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    says(script, tmp_path, monkeypatch)
-    (tmp_path / device_file).touch()
-    monkeypatch.setattr(this_machine, "LOOK_SECONDS", 0.3 if "sleep" in script else 10.0)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    facts = this_machine.look.__wrapped__()
-    assert facts.devices == () and unnamed in facts.unnamed and bool(unnamed) == bool(facts.unnamed)
-    monkeypatch.setattr(this_machine, "look", lambda: facts)
-    if not unnamed:
-        assert find_cluster("local").device.name == "cpu"
-        return
-    with pytest.raises(ConfigError, match=r"has GPUs, but .*--cluster 1x8:h100.*allranks doctor --calibrate") as told:
-        find_cluster("local")
-    assert "\n" not in str(told.value)
+def test_so_has_the_host_of_gpus() -> None:
+    facts = with_devices(*["NVIDIA H100 80GB HBM3"] * 4)
+    with patch.object(this_machine, "look", lambda: facts):
+        write_cluster(find_cluster("local"), calibrated_path("h100", 4))
+    with patch.object(this_machine, "look", lambda: replace(facts, memory_bytes=1e9)):
+        found = find_cluster("local")
+    assert (found.host_memory_bytes, found.device.memory_bytes) == (1e9, 81559 * 2**20)
 
 
 def test_the_real_machine_is_looked_at_without_torch() -> None:
     facts = this_machine.look()
-    assert facts.cores >= 1 and facts.memory_bytes > 1e8 and facts.processor
+    assert facts.cores >= 1 and 1e8 < facts.memory_bytes == whole_host_bytes() and facts.processor
+
+
+def test_a_containers_limit_is_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_memory, "whole_host_bytes", lambda: 4 * 10**9)
+    assert this_machine.look.__wrapped__().memory_bytes == 4e9
 
 
 def test_runs_correct_this_machine_alone(machine: None) -> None:
@@ -251,7 +225,7 @@ def test_runs_correct_this_machine_alone(machine: None) -> None:
     assert path not in calibrated_files()
     for other in ("4:cpu", "2x8:cpu", "8:a100-80g"):
         assert not find_cluster(other).corrections
-    assert not cluster_of(again, 4).corrections and cluster_of(again, 4).machine == ""
+    assert not cluster_of(again, 4).corrections and cluster_of(again, 4).machine == find_cluster("4:cpu").machine
     assert cluster_of(again, 8).corrections == again.corrections
     calibrated(8)  # other figures
     assert not find_cluster("local").corrections
@@ -261,10 +235,3 @@ def test_a_torn_file_of_runs_is_one_line(machine: None) -> None:
     corrections_path().parent.mkdir(parents=True)
     corrections_path().write_text("{")
     assert "what earlier runs took is left out, because" in find_cluster("local").notes[-1]
-
-
-def test_a_gpu_beside_one_that_is_cut_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    says(CUT, tmp_path, monkeypatch)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    facts = this_machine.look.__wrapped__()
-    assert facts.devices == ("NVIDIA L4",) and not facts.unnamed

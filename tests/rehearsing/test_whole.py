@@ -11,8 +11,9 @@ import pytest
 
 from allranks.layout import Layout
 from allranks.planning.hardware import find_cluster
+from allranks.planning.room import shared_with_host, usable_bytes
 from allranks.rehearsing.dryrun import World, rehearse_rank
-from allranks.rehearsing.whole import CONTEXT_BYTES, Question, fragment_bytes, margin_bytes, rehearse
+from allranks.rehearsing.whole import CONTEXT_BYTES, Question, fragment_bytes, margin_bytes, process_bytes, rehearse
 from allranks.training.prepare import resolve_layout
 from tests.rehearsing.tasks import Tokens, configured, rehearsed
 from tests.test_rehearsal import rank
@@ -82,14 +83,21 @@ def test_what_a_gpu_was_asked_is_kept() -> None:
     assert len(MEASURED) >= 7 and {row["model"] for row in MEASURED} == {"transformer", "1b"}
 
 
-def test_on_a_processor_there_is_none() -> None:
-    told = rehearse(question("1x2:cpu", "ddp", 0))
-    assert told.margin_bytes == 0
-    assert told.decisions == ()
+def test_on_a_processor_it_is_the_process_and_the_system_has_its_part() -> None:
+    asked = question("1x2:cpu", "ddp", 0)
+    told, device = rehearse(asked), asked.cluster.device
+    assert told.margin_bytes == device.context_bytes and told.capacity_bytes == usable_bytes(device)
+    assert told.decisions == (shared_with_host(asked.cluster),)
     assert [line.partition(":")[0] for line in told.unrehearsed][:5] == [
         *("values", "speed", "batches other than the first", "samples", "what is no part of a step"),
     ]
     assert told.unrehearsed[-1].startswith("ranks other than rank 0:")
+
+
+def test_a_process_of_which_nobody_knows_takes_what_one_on_a_gpu_does() -> None:
+    device = find_cluster("1x2:cpu").device
+    assert process_bytes(replace(device, context_bytes=3e8)) == 3e8
+    assert process_bytes(replace(device, context_bytes=None)) == CONTEXT_BYTES
 
 
 @pytest.mark.parametrize(("device", "said"), [("a100-80g", 200e9), ("a800", None)])

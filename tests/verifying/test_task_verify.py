@@ -2,12 +2,11 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
+from allranks import free_memory
 from allranks.errors import ConfigError, LayoutError, ProcessError
 from allranks.request import TrainRequest
 from allranks.surviving.launch import launch_without_gpus
@@ -261,7 +260,8 @@ def test_too_little_data_and_data_without_an_order_cannot_be_verified(tmp_path: 
 
 
 def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=num_bytes))
+    """So much is left to the container that this process is in."""
+    monkeypatch.setattr(free_memory, "_left_to_groups", lambda: [num_bytes])
 
 
 def test_a_model_that_does_not_fit_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from allranks.layout import parse_layout
 from allranks.layout_string import layout_values, render_layout
 from allranks.plan import Plan
 from allranks.plan_request import PlanRequest
-from allranks.planning.amounts import POSITIONS, TIMES, check_amount, read_number
+from allranks.planning.amounts import MOST_SAMPLES, POSITIONS, TIMES, check_amount, read_number
 from allranks.planning.answer import make_plan, plan_gpus, plan_seq
 from allranks.planning.asked_modes import modes_of, notes_of
 from allranks.planning.cluster_limits import MOST_WATTS
@@ -39,7 +39,6 @@ from allranks.upkeep import Upkeep
 
 ASK = "?"
 FITS, NOT, REFUSED = 0, 1, 2
-MOST_SAMPLES = 1e12  # a step
 _THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -127,9 +126,10 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
     precisions, notes = choose_precisions(request.precision or subject.precision, cluster)
     seq = None if request.seq in (None, ASK) else _whole(request.seq or "", POSITIONS, "--seq")
     batch = request.global_batch if request.global_batch is not None else subject.global_batch
+    follows_length = batch is None and request.seq == ASK
     if batch is None:
         batch, note = usual_batch(seq or subject.seq)
-        notes = (*notes, note)
+        notes = notes if follows_length else (*notes, note)
     question = Question(
         make_profile=subject.profiles_on(cluster),
         cluster=cluster,
@@ -144,6 +144,7 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
         what_ifs=request.what_if,
         notes=(*subject.notes, *notes),
         upkeep=_upkeep(request, subject, cluster),
+        follows_length=follows_length,
     )
     question = _with_layout(question, request, subject)
     if request.gpus == ASK and question.layout is not None:

@@ -10,6 +10,8 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)", re.IGNORECASE)
 POSITIONS = {"": 1, "k": 1024, "m": 1024**2}
 MOST = 1e18
 """Of anything that is planned: above it a figure is a slip, and means nothing."""
+MOST_SAMPLES = 1e12
+"""In one step."""
 TIMES = {"s": 1, "ms": 1e-3, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 

@@ -15,7 +15,8 @@ from allranks.planning.least import least_over
 from allranks.planning.offloaded import with_parameters_on_host
 from allranks.planning.question import Question
 from allranks.planning.reasons import refused_by_host, why_first, why_not, why_unfit
-from allranks.planning.scale import cluster_of, fewest_nodes, largest, sizes_of
+from allranks.planning.room import shared_with_host
+from allranks.planning.scale import cluster_of, fewest_nodes, largest, sizes_of, step_of
 from allranks.planning.search import Found, Search
 from allranks.planning.upkeep_cost import left_out
 
@@ -107,11 +108,11 @@ def _of_no_dry_run(found: Found, checked: tuple[Checked, ...], question: Questio
 
 
 def _of_hosts(first: Estimate | None, offloaded: Ranked | None, question: Question) -> list[str]:
-    """That the hosts are taken to be the vendor's, where something is to wait in their memory."""
+    """How much of its memory a processor gives; that hosts are the vendor's, where something is to wait there."""
     moved = first is not None and first.host_bytes > 0
     asked = any(change.startswith("offload=") for change in question.what_ifs)
     words = vendors_host(question.cluster) if moved or asked or offloaded is not None else ""
-    return [words] if words else []
+    return [line for line in (shared_with_host(question.cluster), words) if line]
 
 
 def plan_gpus(question: Question) -> Plan:
@@ -150,7 +151,7 @@ def _plan_fewest(question: Question, smaller: list[int], found: int, refused: di
             refused[number] = why[1]
         return why is None
 
-    number = fewest_nodes(does, max(smaller, default=0), found, question.cluster.devices_per_node)
+    number = fewest_nodes(does, max(smaller, default=0), found, step_of(question.cluster))
     refused = {tried: why for tried, why in (dict.fromkeys(smaller, BELOW_RATE) | refused).items() if tried < number}
     told = f"{number} devices are the fewest"
     if len(refused) < number - 1:
@@ -221,14 +222,16 @@ def _why_not_enough(question: Question) -> tuple[float | None, str] | None:
 
 def plan_seq(question: Question) -> Plan:
     """The plan of the longest samples that fit, in steps of 1024 positions; of the shortest where none does."""
-    longest = largest(lambda length: _fits(replace(question, seq=length)), SEQ_STEP, SEQ_MOST)
+    longest = largest(lambda length: _fits(question.of_length(length)), SEQ_STEP, SEQ_MOST)
     if longest == 0:
         note = f"samples of {SEQ_STEP} positions do not fit{_unchecked(question)}, and no longer ones"
-        return make_plan(replace(question, seq=SEQ_STEP, notes=(*question.notes, note)))
-    beyond = Search(replace(question, seq=longest + SEQ_STEP).space()).run().nearest
+        shortest = question.of_length(SEQ_STEP)
+        return make_plan(replace(shortest, notes=(*shortest.notes, note)))
+    beyond = Search(question.of_length(longest + SEQ_STEP).space()).run().nearest
     why = "the next is refused" if beyond is None else f"at {longest + SEQ_STEP} it {why_unfit(beyond)}"
     note = f"{longest} positions are the most (in steps of {SEQ_STEP}), because {why}"
-    return make_plan(replace(question, seq=longest, notes=(*question.notes, note)))
+    found = question.of_length(longest)
+    return make_plan(replace(found, notes=(*found.notes, note)))
 
 
 def _unchecked(question: Question) -> str:

@@ -12,7 +12,7 @@ from allranks.errors import ConfigError, LayoutError
 from allranks.layout import Layout
 from allranks.model_profile import Block, ModelProfile
 from allranks.plan import Choice, Estimate, Refusal, WhatIf
-from allranks.planning.amounts import POSITIONS, read_number
+from allranks.planning.amounts import MOST_SAMPLES, POSITIONS, read_number
 from allranks.planning.estimate import estimate
 from allranks.planning.question import Question
 from allranks.planning.reasons import difference
@@ -85,8 +85,10 @@ def _read(change: str) -> tuple[str, Any]:
         if positions < 1:
             raise ConfigError(f"what-if '{change}': seq takes at least 1 position")
         return key, positions
-    if not (value.isascii() and value.isdigit() and int(value) > 0):
+    if not (value.isascii() and value.isdigit() and value.strip("0")):
         raise ConfigError(f"what-if '{change}': {key} takes a whole number of at least 1")
+    if float(value) > MOST_SAMPLES:  # of thousands of digits int() makes none
+        raise ConfigError(f"what-if '{key}=...': more than {MOST_SAMPLES:g}, which no run has")
     return key, int(value)
 
 

@@ -112,8 +112,11 @@ def make_layout(**degrees: Any) -> Layout:
 def groups(
     space: Space, precision: str, layout: Layout, schedules: tuple[str, ...], refusals: dict[tuple[str, str], Refusal]
 ) -> Iterator[Group]:
-    """The groups of a layout without modes; what a rule refuses is noted in `refusals`."""
-    profile = space.profiles[precision]
+    """The groups of a layout without modes; what a rule refuses is noted in `refusals`.
+
+    That a pipeline has too few micro-steps only where every micro-batch and schedule leaves too few.
+    """
+    profile, too_few, let_in = space.profiles[precision], list[Refusal](), False
     for schedule in space.options("schedule", schedules) if layout.pp > 1 else ("1f1b",):
         made = replace(layout, schedule=schedule)
         chunks = made.num_stages // made.pp
@@ -121,11 +124,15 @@ def groups(
             choice = Choice(made, space.global_batch, micro_batch, precision, chunks, space.upkeep)
             refusal = check(profile, space.cluster, choice)
             if refusal is None:
+                let_in = True
                 yield Group(profile, choice)
                 continue
-            refusals.setdefault((refusal.rule, refusal.layout), refusal)
             if refusal.rule != "pipeline_batch":
+                refusals.setdefault((refusal.rule, refusal.layout), refusal)
                 break  # another micro-batch does not help
+            too_few.append(refusal)
+    if too_few and not let_in:
+        refusals.setdefault((too_few[0].rule, too_few[0].layout), too_few[0])
 
 
 def splits(space: Space, layout: Layout) -> tuple[Layout, ...]:
@@ -176,15 +183,24 @@ def kept_modes(space: Space) -> tuple[tuple[str, str], ...]:
 
 
 def of_layout(space: Space, layout: Layout, refusals: dict[tuple[str, str], Refusal]) -> Iterator[Choice]:
-    """The choices that have this very layout, in every open precision and micro-batch; refused ones are noted."""
+    """The choices that have this very layout, in every open precision and micro-batch; refused ones are noted.
+
+    Too few micro-steps of a pipeline as in `groups`.
+    """
     for precision, profile in space.profiles.items():
+        too_few, let_in = list[Refusal](), False
         for micro_batch in space.micro_batches(layout):
             chunks = layout.num_stages // layout.pp
             choice = Choice(layout, space.global_batch, micro_batch, precision, chunks, space.upkeep)
             if (refusal := check(profile, space.cluster, choice)) is None:
+                let_in = True
                 yield choice
+            elif refusal.rule == "pipeline_batch":
+                too_few.append(refusal)
             else:
                 refusals.setdefault((refusal.rule, refusal.layout), refusal)
+        if too_few and not let_in:
+            refusals.setdefault((too_few[0].rule, too_few[0].layout), too_few[0])
 
 
 def every_choice(space: Space) -> Iterator[Choice]:

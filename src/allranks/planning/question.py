@@ -1,5 +1,6 @@
 """Question: what a plan is asked for, as one value; the Space that a search takes follows from it."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
@@ -34,6 +35,7 @@ class Question:
         make_profile: of the model.
         precisions: that may be taken, at least one.
         seq: positions of a sample; None: the model's own.
+        follows_length: whether nobody gave a batch, and samples of another length take the usual one of these.
         micro_batch: fixed by the user, or None.
         micro_steps: of a Task whose statistics or loss depend on them, or None.
         layout: degrees and modes that the user wrote; None where every one is open.
@@ -61,6 +63,7 @@ class Question:
     notes: tuple[str, ...] = ()
     rehearse: Rehearse | None = None
     upkeep: Upkeep = field(default_factory=Upkeep)
+    follows_length: bool = False
 
     def space(self) -> Space:
         """What may be taken on the cluster. Raises LayoutError where the written layout does not fit its devices."""
@@ -76,6 +79,13 @@ class Question:
     def on(self, cluster: Cluster) -> "Question":
         """The same on another cluster."""
         return replace(self, cluster=cluster)
+
+    def of_length(self, seq: int) -> "Question":
+        """The same of samples of `seq` positions; in the usual batch of these where nobody gave one, which it notes."""
+        if not self.follows_length:
+            return replace(self, seq=seq)
+        batch, note = usual_batch(seq)
+        return replace(self, seq=seq, global_batch=batch, follows_length=False, notes=(*self.notes, note))
 
 
 def fixed_micro_steps(profile: ModelProfile) -> int | None:
@@ -117,6 +127,9 @@ def _say_precision(name: str, cluster: Cluster) -> str:
 
 
 def usual_batch(seq: int) -> tuple[int, str]:
-    """The global batch of a model by name where nobody gives one, and the note that says so."""
-    size = max(1, TOKENS_PER_STEP // max(1, seq))
-    return size, f"global batch {size}, because that is about {TOKENS_PER_STEP / 1e6:.1f}M tokens a step of {seq} each"
+    """The global batch of a model by name where nobody gives one, and the note that says so.
+
+    The power of two that is nearest to so many tokens: data-parallel ranks and pipelines divide it.
+    """
+    size = 2 ** max(0, round(math.log2(TOKENS_PER_STEP / max(1, seq))))
+    return size, f"global batch {size}, because that is about {size * seq / 1e6:.1f}M tokens a step of {seq} each"

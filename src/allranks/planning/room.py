@@ -4,25 +4,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from allranks.cluster import Cluster
+from allranks.cluster import Cluster, Device
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, MemoryUse, Span
 from allranks.planning.block_parts import Parts, parameters_of, parts_of
 from allranks.planning.host_parameters import host_cost
-from allranks.planning.host_traffic import host_bytes, host_capacity_bytes, moves
+from allranks.planning.host_traffic import HOST_SHARE, host_bytes, host_capacity_bytes, moves
 from allranks.planning.memory import memory_use, slack_bytes
 from allranks.planning.pipeline import under_way
 from allranks.planning.processor_traffic import on_processor
 from allranks.planning.setting import Setting, setting_of
 from allranks.planning.stages import stages_under
 from allranks.planning.upkeep_cost import copy_bytes
+from allranks.units import format_bytes
 
 MEMORY_LOW, MEMORY_HIGH, PEAK_HIGH = 0.94, 1.03, 1.08
 """Published peaks lie between the first times what is in use and the last times the expected peak, 5% on either side
 aside. What the allocator holds beyond what is in use goes back where the device runs full: a fit is what has room for
 the second times what is in use. See docs/explanation/planner.md."""
 USABLE = 0.985
-"""Of a device's memory: the driver keeps the rest (an A100 80 GB gives 79.15 GiB to torch, an H100 79.1)."""
+"""Of a GPU's memory: the driver keeps the rest (an A100 80 GB gives 79.15 GiB to torch, an H100 79.1)."""
 
 
 @final
@@ -50,6 +51,21 @@ class Room:
         return on_host and self.peak_bytes.high <= self.capacity_bytes
 
 
+def usable_bytes(device: Device) -> float:
+    """What a process may fill of a device's memory; on a processor HOST_SHARE of the host's, an assumption."""
+    return (HOST_SHARE if device.kind == "cpu" else USABLE) * device.memory_bytes
+
+
+def shared_with_host(cluster: Cluster) -> str:
+    """That processes on a processor are not given all of its memory, in words; "" for GPUs."""
+    if cluster.device.kind != "cpu":
+        return ""
+    return (
+        f"a process may fill {format_bytes(usable_bytes(cluster.device))}, {HOST_SHARE:.0%} of its share of the"
+        " machine's memory, because the system and the data need the rest"
+    )
+
+
 def room_of(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Room:
     """What `choice` takes."""
     setting = on_processor(setting_of(choice), cluster, profile)
@@ -63,7 +79,7 @@ def room_under(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple[t
     ends = sorted({0, len(layers) // 2, len(layers) - 1, *first.values()})
     stages = {stage: memory_use(parts.profile, setting, parts.costs, layers[stage], stage) for stage in ends}
     memory = max(stages.values(), key=lambda use: use.total)
-    capacity = USABLE * cluster.device.memory_bytes
+    capacity = usable_bytes(cluster.device)
     slack = slack_bytes(setting, memory, capacity)
     peak = memory.total + slack
     high = max(peak, MEMORY_HIGH * memory.total, min(PEAK_HIGH * peak, capacity))

@@ -145,8 +145,9 @@ def pipeline_blocks(profile: ModelProfile, cluster: Cluster, choice: Choice) -> 
     blocks = profile.num_repeated or sum(block.count for block in profile.blocks if block.parameters)
     if blocks >= layout.num_stages:
         return None
-    name = f"pp={layout.pp}" + ("" if layout.schedule == "1f1b" else f",schedule={layout.schedule}")
-    return Refusal("pipeline_blocks", name, f"{layout.num_stages} stages need as many blocks, and there are {blocks}")
+    return Refusal(
+        "pipeline_blocks", _stages(layout), f"{layout.num_stages} stages need as many blocks, and there are {blocks}"
+    )
 
 
 def pipeline_batch(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
@@ -155,18 +156,19 @@ def pipeline_batch(profile: ModelProfile, cluster: Cluster, choice: Choice) -> R
     if layout.pp == 1:
         return None
     share, left = divmod(choice.global_batch, layout.dp)
+    where = _stages(layout) if layout.dp == 1 else f"{_data(layout)},{_stages(layout)}"
     if left:
         because = f"pp={layout.pp} wants equal shares, and a global batch of {choice.global_batch} over "
-        return Refusal("pipeline_batch", _data(layout), f"{because}dp={layout.dp} leaves {left}")
+        return Refusal("pipeline_batch", where, f"{because}dp={layout.dp} leaves {left}")
     if share % choice.micro_batch:
         because = f"does not divide the {share} samples of a data-parallel rank, and pp={layout.pp} wants one shape"
-        return Refusal("pipeline_batch", f"micro_batch={choice.micro_batch}", because)
+        return Refusal("pipeline_batch", f"{where},micro_batch={choice.micro_batch}", because)
     micro_steps = share // choice.micro_batch
     if layout.fits_schedule(micro_steps):
         return None
     rounds = f", in multiples of {layout.pp}" if layout.num_stages > layout.pp else ""
     because = f"schedule={layout.schedule} over {layout.num_stages} stages takes as many micro-steps at least{rounds}"
-    return Refusal("pipeline_batch", f"pp={layout.pp}", f"{because}; a rank has {micro_steps}")
+    return Refusal("pipeline_batch", where, f"{because}; a rank has {micro_steps}")
 
 
 def chunks(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
@@ -284,6 +286,10 @@ def _divisors(axis: str, number: int) -> str:
 def _data(layout: Layout) -> str:
     written = [f"{axis}={degree}" for axis in ("dp_replicate", "dp_shard") if (degree := getattr(layout, axis)) > 1]
     return ",".join(written) or "single"
+
+
+def _stages(layout: Layout) -> str:
+    return f"pp={layout.pp}" + ("" if layout.schedule == "1f1b" else f",schedule={layout.schedule}")
 
 
 def _modes(layout: Layout) -> str:

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,11 +17,8 @@ from allranks.planning.assembly import build_cluster
 from allranks.planning.catalog import find_device, find_device_by_driver_name
 from allranks.planning.cluster_file import read_cluster
 from allranks.planning.corrections import corrected
+from allranks.planning.driver import driver_devices
 from allranks.process_environment import num_cores
-
-LOOK_SECONDS = 10.0  # nvidia-smi answers within one; a driver that hangs must not hang a plan
-
-DEVICE_FILES = Path("/dev")  # "nvidia0" and so on; the driver itself shows in containers that have no GPU, too
 
 # Where nothing was measured: one core of a small cloud machine, with care.
 CORE_FLOPS: Mapping[str, float] = {"float32": 20e9, "bfloat16": 10e9, "float16": 2e9, "float64": 10e9}
@@ -39,7 +35,7 @@ class MachineFacts:
 
     Attributes:
         processor: its model as the system names it; cores: that this process may use.
-        memory_bytes: of the host.
+        memory_bytes: of the host, or of this container where it may take less.
         devices: what the driver calls each accelerator that this process may use; () without any.
         unnamed: why accelerators that are there are not in `devices`; "" where none is missing.
     """
@@ -54,9 +50,9 @@ class MachineFacts:
 @cache
 def look() -> MachineFacts:
     """This machine, looked at once a process."""
-    import psutil
+    from allranks.free_memory import whole_host_bytes
 
-    return MachineFacts(_processor(), num_cores(), float(psutil.virtual_memory().total), *_devices())
+    return MachineFacts(_processor(), num_cores(), float(whole_host_bytes()), *driver_devices())
 
 
 def calibrated_path(kind: str, count: int, facts: MachineFacts | None = None) -> Path:
@@ -125,7 +121,7 @@ def local_cluster(processes: int | None = None) -> Cluster:
     for number in (processes or count, count):
         measured = calibrated_path(name or kinds[0], number)
         if os.path.isfile(measured):  # False also where this user may not look
-            return _as_run(replace(_kept(measured), name="local"), facts)
+            return _limited(_as_run(replace(_kept(measured), name="local"), facts), facts)
     if name is None:
         raise ConfigError(
             f"cluster 'local': '{kinds[0]}' is not in the catalog; measure it: allranks doctor --calibrate"
@@ -147,7 +143,7 @@ def cpu_cluster(nodes: int, devices: int, fabric: Link | None, *, name: str, cal
         found = _guess_cpu(devices, facts)
     notes = found.notes if nodes == 1 else (*found.notes, _fabric_note(fabric))
     found = replace(found, name=name, nodes=nodes, between=fabric or found.between, notes=notes)
-    return _as_run(found, facts) if calibrated and nodes == 1 else found
+    return _limited(_as_run(found, facts) if calibrated and nodes == 1 else found, facts)
 
 
 def guess_link() -> Link:
@@ -160,7 +156,7 @@ def _guess_cpu(devices: int, facts: MachineFacts) -> Cluster:
     device = Device(
         name="cpu",
         label=f"{facts.processor}, one of {devices} processes",
-        memory_bytes=float(int(facts.memory_bytes / devices)),
+        memory_bytes=_memory_each(devices, facts),
         memory_bandwidth=CORE_BANDWIDTH * cores,
         peak_flops={precision: rate * cores for precision, rate in CORE_FLOPS.items()},
         context_bytes=CONTEXT_BYTES,
@@ -200,7 +196,7 @@ def _measured_cpu(devices: int, facts: MachineFacts) -> Cluster | None:
     device = replace(
         old,
         label=f"{facts.processor}, one of {devices} processes",
-        memory_bytes=float(int(facts.memory_bytes / devices)),
+        memory_bytes=_memory_each(devices, facts),
         memory_bandwidth=old.memory_bandwidth * moved,
         peak_flops={name: rate * share for name, rate in old.peak_flops.items()},
         matmul_flops={name: rate * share for name, rate in old.matmul_flops.items()},
@@ -222,6 +218,17 @@ def _as_run(cluster: Cluster, facts: MachineFacts) -> Cluster:
     return corrected(cluster, machine_slug(facts), corrections_path(facts))
 
 
+def _limited(cluster: Cluster, facts: MachineFacts) -> Cluster:
+    """With no more memory than this machine has now: it may have been measured outside of a container's limit.
+
+    What runs took is kept under the figures of the file, which this leaves alone.
+    """
+    host, device = cluster.host_memory_bytes, cluster.device
+    if device.kind == "cpu":
+        device = replace(device, memory_bytes=min(device.memory_bytes, _memory_each(cluster.devices_per_node, facts)))
+    return replace(cluster, device=device, host_memory_bytes=min(host or facts.memory_bytes, facts.memory_bytes))
+
+
 def _kept(path: Path) -> Cluster:
     """A measured Cluster, and why it is taken."""
     found = read_cluster(path)
@@ -231,6 +238,10 @@ def _kept(path: Path) -> Cluster:
 def _cores_each(processes: int, facts: MachineFacts) -> float:
     """The cores that one of so many processes computes with: whole ones, or a part of one."""
     return float(facts.cores // processes) if processes <= facts.cores else facts.cores / processes
+
+
+def _memory_each(processes: int, facts: MachineFacts) -> float:
+    return float(int(facts.memory_bytes / processes))
 
 
 def _fabric_note(fabric: Link | None) -> str:
@@ -249,45 +260,3 @@ def _processor() -> str:
         if found := re.search(r"^(?:model name|Model|cpu)\s*:\s*(.+)$", text, re.MULTILINE):
             return found[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _devices() -> tuple[tuple[str, ...], str]:
-    """What NVIDIA's driver calls the devices that CUDA_VISIBLE_DEVICES leaves to this process, and `unnamed`."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    command = ["nvidia-smi", "--query-gpu=index,uuid,mig.mode.current,name", "--format=csv,noheader"]
-    lines: list[str] = []
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_SECONDS, check=True)
-        lines, why = ran.stdout.splitlines(), "nvidia-smi names none"
-    except subprocess.TimeoutExpired:
-        why = f"nvidia-smi said nothing for {LOOK_SECONDS:.0f} s"
-    except subprocess.CalledProcessError as error:
-        why = f"nvidia-smi ended with {error.returncode}"
-    except (OSError, subprocess.SubprocessError):
-        why = "nvidia-smi cannot be run"
-    rows = [[cell.strip() for cell in line.split(",", 3)] for line in lines if line.count(",") >= 3]
-    if rows and chosen is not None and chosen.strip().startswith("MIG-"):
-        return (), "CUDA_VISIBLE_DEVICES names a part of one (MIG-...), whose figures nobody knows"
-    if rows:
-        names = visible([(index, uuid, "" if cut == "Enabled" else name) for index, uuid, cut, name in rows], chosen)
-        return (names, "") if all(names) else ((), "one is cut into parts (MIG), whose figures nobody knows")
-    hidden = chosen is not None and (not chosen.strip() or chosen.strip().startswith("-"))
-    return (), why if not hidden and any(DEVICE_FILES.glob("nvidia[0-9]*")) else ""
-
-
-def visible(rows: list[tuple[str, str, str]], chosen: str | None) -> tuple[str, ...]:
-    """The names of the devices that CUDA_VISIBLE_DEVICES chooses; as CUDA does, the list ends at the first unknown.
-
-    Args:
-        rows: (index, uuid, name) of every device.
-        chosen: the variable, None where it is not set.
-    """
-    if chosen is None:
-        return tuple(name for _, _, name in rows)
-    names: list[str] = []
-    for word in (part.strip() for part in chosen.split(",")):
-        found = [name for index, uuid, name in rows if word == index or (word and uuid.startswith(word))]
-        if not found:
-            break
-        names.append(found[0])
-    return tuple(names)

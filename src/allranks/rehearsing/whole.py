@@ -4,10 +4,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from allranks.cluster import Cluster
+from allranks.cluster import Cluster, Device
 from allranks.config import Config
 from allranks.layout import Layout
 from allranks.planning.host_traffic import host_capacity_bytes, vendors_host
+from allranks.planning.room import shared_with_host, usable_bytes
 from allranks.rehearsal import RankRehearsal, Rehearsal
 from allranks.rehearsing.comparing import compare_ranks
 from allranks.rehearsing.crossings import Crossings
@@ -21,7 +22,6 @@ SLACK = 0.12
 REPEATED_SLACK, RESTING_SLACK = 0.2, 0.09
 """The same where blocks are computed again or wait on the host, and of what stays: their tensors leave gaps between
 those that stay. Fitted to torch.cuda.max_memory_reserved on an H200 (docs/explanation/measured.md)."""
-USABLE = 0.985
 COMING_AND_GOING = ("activations", "logits", "gathered", "communication")
 UNREHEARSED = (
     "kernels of CUDA: operators were checked as a processor's",
@@ -72,15 +72,14 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
             question.task, question.config, world, rank, full=question.full, crossings=crossings
         )
     there = host_capacity_bytes(cluster)
-    capacity = USABLE * cluster.device.memory_bytes if on_cuda else cluster.device.memory_bytes
     return Rehearsal(
         model=question.model,
         cluster=cluster.name,
         layout=str(layout),
         world_size=layout.world_size,
         ranks=ranks,
-        capacity_bytes=capacity,
-        margin_bytes=margin_bytes(ranks.values(), layout) if on_cuda else 0.0,
+        capacity_bytes=usable_bytes(cluster.device),
+        margin_bytes=margin_bytes(ranks.values(), layout) if on_cuda else process_bytes(cluster.device),
         findings=tuple(compare_ranks(ranks)),
         decisions=tuple(_describe(question, ranks)),
         unrehearsed=(
@@ -97,6 +96,11 @@ def margin_bytes(ranks: Collection[RankRehearsal], layout: Layout) -> float:
     """What has to stay free on a GPU beside the largest peak, so that the rank that needs most with its own fits."""
     needed = max(told.peak_bytes + fragment_bytes(told, layout) for told in ranks)
     return CONTEXT_BYTES + needed - max(told.peak_bytes for told in ranks)
+
+
+def process_bytes(device: Device) -> float:
+    """What a process on a processor holds before it has a model; as for the planner, a GPU's where nobody knows."""
+    return CONTEXT_BYTES if device.context_bytes is None else device.context_bytes
 
 
 def fragment_bytes(told: RankRehearsal, layout: Layout) -> float:
@@ -123,6 +127,8 @@ def _describe(question: Question, ranks: dict[int, RankRehearsal]) -> Sequence[s
         found.append(f"{told.traced} of {told.blocks} blocks were traced, because {because}")
     if question.layout.compile != "none":
         found.append("blocks run uncompiled, because compiled code cannot be traced: what it saves is not counted")
+    if words := shared_with_host(question.cluster):
+        found.append(words)
     if (words := vendors_host(question.cluster)) and any(one.host_peak_bytes for one in ranks.values()):
         found.append(words)
     return found

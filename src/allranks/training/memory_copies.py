@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import final
 
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints
-from allranks.checkpointing.free_memory import free_bytes
 from allranks.checkpointing.host_memory import KEEP_IT, distrust, is_open
 from allranks.checkpointing.peers import Hosts, first_word
 from allranks.errors import ConfigError
+from allranks.free_memory import free_bytes
 from allranks.stepping.alike import everyones
 from allranks.stepping.world import Processes
 from allranks.training.saver import Saver

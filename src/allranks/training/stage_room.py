@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from allranks.checkpointing.free_memory import free_host_bytes
 from allranks.checkpointing.peers import first_word
+from allranks.free_memory import free_host_bytes
 from allranks.stepping.world import Processes
 from allranks.units import format_bytes
 

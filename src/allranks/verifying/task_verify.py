@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import torch
 
 from allranks.data.stream import checked_len, declared_order
 from allranks.errors import ConfigError, DataError
+from allranks.free_memory import free_host_bytes
 from allranks.request import TrainRequest
 from allranks.surviving.launch import launch_without_gpus
 from allranks.training.prepare import prepare
@@ -68,7 +68,7 @@ def _verify_sized(plan: Plan, request: TrainRequest, num_steps: int) -> Answer:
     def with_settings(words: Sequence[str]) -> Plan:
         return plan_run(replace(request, overrides=(*request.overrides, *words)), num_steps)
 
-    room = Room(plan.layout, plan.nproc, num_steps, psutil.virtual_memory().available)
+    room = Room(plan.layout, plan.nproc, num_steps, free_host_bytes())
     with failing_here(*ALONE):
         size = choose_size(plan.task, room, lambda words: with_settings(words).task)
     if size.hindrance:

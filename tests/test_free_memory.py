@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from allranks.checkpointing import free_memory
-from allranks.checkpointing.free_memory import free_bytes, free_host_bytes
+from allranks import free_memory
+from allranks.free_memory import free_bytes, free_host_bytes, whole_host_bytes
 
 
 @pytest.fixture
@@ -47,8 +47,10 @@ def test_a_containers_own_limit_counts(tmp_path: Path, groups: Path) -> None:
     assert free_memory._left_to_groups() == [900] and free_bytes(tmp_path) == free_host_bytes() == 900
     write(groups / "pod" / "inner", {"memory.max": "4000"})
     assert free_memory._left_to_groups() == [0, 900]
+    assert whole_host_bytes() == 4000, "of all that limit it the least"
     (tmp_path / "membership").unlink()
     assert free_memory._left_to_groups() == []
+    assert whole_host_bytes() == psutil.virtual_memory().total
 
 
 def test_so_does_one_of_the_first_version(tmp_path: Path, groups: Path) -> None:
@@ -56,6 +58,10 @@ def test_so_does_one_of_the_first_version(tmp_path: Path, groups: Path) -> None:
     stat = "cache 1\ninactive_file 7\ntotal_inactive_file 300\ntotal_active_file 50\n"
     write(groups / "memory", {"memory.limit_in_bytes": "5000", "memory.usage_in_bytes": "4500", "memory.stat": stat})
     assert free_memory._left_to_groups() == [850], "the container sees its own group as the root"
+    assert whole_host_bytes() == 5000
+    write(groups / "memory", {"memory.limit_in_bytes": str(2**63 - 4096)})
+    assert whole_host_bytes() == psutil.virtual_memory().total, "that is no limit"
+    write(groups / "memory", {"memory.limit_in_bytes": "5000"})
     inner = groups / "memory" / "docker" / "abc"
     write(inner, {"memory.limit_in_bytes": "4600", "memory.usage_in_bytes": "4500", "memory.stat": stat})
     assert free_memory._left_to_groups() == [450, 850]
