@@ -72,7 +72,7 @@ def test_sizes_alone_are_a_model() -> None:
 )
 def test_what_no_module_has_is_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"shape can be planned and not rehearsed: .* give a Task"):
-        Named(name="", layers=2, hidden=64, heads=4, **changes).model()  # type: ignore[arg-type]
+        Named(name="", layers=2, hidden=64, heads=4, **changes).model()
 
 
 def test_settings_change_the_shape() -> None:

@@ -79,6 +79,11 @@ def rows(first: list[int], second: list[int]) -> Change:
     return change
 
 
+def other_samples(ranks: list[RunRecord]) -> None:
+    rows([0, 1], [2, 50])(ranks)
+    each(ranks, "raw", 1.5, 0)
+
+
 def draws(ranks: list[RunRecord]) -> None:
     for run in ranks:
         run.steps[0].draws = [Draw(7, (2, 4), False)]
@@ -92,6 +97,7 @@ def seeds(ranks: list[RunRecord]) -> None:
     """All ranks draw from one state, for samples that one device does not have."""
     drawn(ranks)
     ranks[1].steps[1].rows = [60, 70]
+    each(ranks, "raw", 1.5, 1)
 
 
 def drawn(ranks: list[RunRecord]) -> None:
@@ -130,7 +136,7 @@ CASES: dict[str, tuple[Change, str, int | None, str | float]] = {
     "one rank alone": (lone, "S39", 1, ""),
     "the same samples": (rows([0, 1], [0, 1]), "S4", 0, ""),
     "a sample too few": (rows([0, 1], [2]), "S24", 0, 0.75),
-    "other samples": (rows([0, 1], [2, 50]), "other", 0, ""),
+    "other samples": (other_samples, "other", 0, ""),
     "the same dropouts": (draws, "S6", 0, ""),
     "recomputed with other dropouts": (drawn_again, "S34", 1, ""),
     "a loss of its own": (told, "S30", 0, "1/data ranks = 1/2"),
@@ -138,6 +144,11 @@ CASES: dict[str, tuple[Change, str, int | None, str | float]] = {
     "evaluated twice": (evaluated([101, 103, 100]), "S2", None, ""),
     "evaluated by nobody": (evaluated([101]), "S3", None, ""),
 }
+
+
+def test_samples_that_differ_by_what_nothing_computes_with_are_the_same() -> None:
+    """As those of graphs do that are numbered in their batch: the gradients are those of one device."""
+    assert judge(evidence(rows([0, 1], [2, 50]))) == []
 
 
 @pytest.mark.parametrize("name", CASES)

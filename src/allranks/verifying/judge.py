@@ -8,7 +8,7 @@ import torch
 from allranks.verifying.assembly import Mismatch, allowance
 from allranks.verifying.data_causes import judge_draws, judge_epochs, judge_samples, judge_seeds, judge_values
 from allranks.verifying.end_causes import judge_evaluation, judge_resume
-from allranks.verifying.evidence import Evidence, describe, few
+from allranks.verifying.evidence import Evidence, describe, few, largest
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.gradient_causes import explain_gradients
 from allranks.verifying.start_causes import judge_start
@@ -65,10 +65,10 @@ def _steps(evidence: Evidence) -> list[Finding]:
 
 
 def _step(evidence: Evidence, step: int) -> list[Finding]:
-    samples = judge_samples(evidence, step)
-    if samples:
-        return samples
     one, ranks = evidence.step(step)
+    samples = judge_samples(evidence, step)
+    if samples and not (samples[0].verdict.kind == OTHER and _is_numbered_anew(evidence, step)):
+        return samples
     clipped = bool(one.raw) and all(record.raw for record in ranks)
     for what in ("raw", "gradients") if clipped else ("gradients",):
         off = [m for m in evidence.compare(step, what)]
@@ -129,6 +129,15 @@ def _norms(evidence: Evidence, step: int) -> list[Finding]:
 
 def _near(value: float | None, due: float, allowed: float) -> bool:
     return value is not None and abs(value - due) <= allowed
+
+
+def _is_numbered_anew(evidence: Evidence, step: int) -> bool:
+    """Whether an own loop's samples are other ones by what nothing computes with: the number of a graph in its batch,
+    say. Their gradients are then those of one device.
+    """
+    one, _ = evidence.step(step)
+    learns = largest(one.gradients) > 0
+    return learns and not one.values and not evidence.compare(step, "raw") + evidence.compare(step, "gradients")
 
 
 def _beside(evidence: Evidence, step: int) -> list[Finding]:

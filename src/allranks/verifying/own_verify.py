@@ -163,8 +163,8 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
             loaded: RunRecord = launch_without_gpus(run_load, source, _of_ranks(setting), nproc=1)[0]
         findings = judge_reshard(evidence, loaded)
     packed = any(record.packed for record in one.run.steps)
-    notes = (PACKED,) if packed else (EVEN,) if _is_even(evidence) else ()
-    notes += not_tried(ranks, setting.num_steps)
+    shared: tuple[str, ...] = (PACKED,) if packed else (EVEN,) if _is_even(evidence) else ()
+    notes = shared + not_tried(ranks, setting.num_steps)
     equal = equal_steps(evidence) if findings else {}
     return Answer(tuple(findings), one, tuple(ranks), world, notes=notes, equal_steps=equal)
 
