@@ -187,6 +187,23 @@ def test_what_a_guard_has_found_wrong_does_not_count_later_either(
     assert bring(pool, run, tmp_path) == ("", []) and steps(run) == []
 
 
+def test_every_host_is_made_to_see_what_came_to_the_disk(
+    pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None]
+) -> None:
+    """Whoever commits it: another's file system may remember that it was not there."""
+    left()
+
+    def case() -> list[str]:
+        seen = list[str]()
+        processes = processes_here(dist.new_group([dist.get_rank()], use_local_synchronization=True))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peer_copies, "await_name", lambda path, *seconds: seen.append(path.name))
+            bring_copies(tmp_path / str(dist.get_rank()), Run.open(run.path), processes, hosts_of(processes))
+        return seen
+
+    assert [set(seen) for seen in pool(3).run(case)] == [{"step-00000200"}] * 3
+
+
 def test_a_file_that_is_damaged_in_both_places_is_told_and_nothing_is_brought(
     pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None]
 ) -> None:

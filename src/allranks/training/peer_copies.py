@@ -12,6 +12,7 @@ from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.going_on import last_to_go_on, note_going_on
 from allranks.checkpointing.host_memory import Record, is_distrusted, read_record, trust, write_record
 from allranks.checkpointing.joining import HostPart, bring_part, is_wanted, newest_part
+from allranks.checkpointing.looking_again import PATIENCE_SECONDS, await_name
 from allranks.checkpointing.peers import Hosts
 from allranks.errors import CheckpointError, RunError
 from allranks.run import Run
@@ -61,8 +62,10 @@ def bring_copies(memory: Path, run: Run, processes: Processes, hosts: Hosts) -> 
     if processes.rank == 0:
         note_going_on(run)
         trust(run.checkpoints)  # all hosts have looked, and nothing that was made before counts any more
-    brought = processes.share(_see(chosen, told, run) if processes.rank == 0 else None)
+    name, brought = processes.share(_see(chosen, told, run, wrong) if processes.rank == 0 else None)
     if hosts.first:
+        if brought:
+            await_name(run.checkpoints / name)  # another host may have given it, and this one have looked before
         clear_copies(memory, kept)
         trust(memory)
         _note(memory, run, str(run.attempts))
@@ -119,13 +122,17 @@ def _choose(told: Sequence[dict[str, Any] | None], run: Run) -> tuple[str, list[
     return "", incomplete
 
 
-def _see(chosen: str, told: Sequence[dict[str, Any] | None], run: Run) -> str:
+def _see(
+    chosen: str, told: Sequence[dict[str, Any] | None], run: Run, wrong: Sequence[str]
+) -> tuple[str, str]:
+    """The name of what was to come to the disk, and, where it is there, that it came."""
     parts = [one for one in told if one is not None and one["seal"] == chosen]
     if not parts:
-        return ""
-    name, hosts = parts[0]["name"], ", ".join(sorted({one["host"] for one in parts}))
+        return "", ""
+    name, hosts = str(parts[0]["name"]), ", ".join(sorted({one["host"] for one in parts}))
     try:
+        await_name(run.checkpoints / name, 0.0 if wrong else PATIENCE_SECONDS)
         Checkpoint.open(run.checkpoints / name, run.id)
     except CheckpointError:
-        return ""
-    return f"{name} came to the disk from the memory of {hosts}"
+        return name, ""
+    return name, f"{name} came to the disk from the memory of {hosts}"
