@@ -90,7 +90,10 @@ def test_what_is_no_loss_of_a_peer_stays_what_it_is(error: RuntimeError) -> None
     ],
 )
 def test_what_the_backend_says_of_a_peer_is_the_loss_of_one(error: RuntimeError) -> None:
-    with pytest.raises(ProcessError, match="^a peer was lost while bytes went around: "), among_peers("bytes went around"):
+    with (
+        pytest.raises(ProcessError, match=r"^a peer was lost while bytes went around: "),
+        among_peers("bytes went around"),
+    ):
         raise error
 
 

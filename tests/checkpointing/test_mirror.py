@@ -43,9 +43,7 @@ def test_what_was_brought_comes_back_bit_by_bit(mirror: Mirror, tmp_path: Path) 
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["step-00000200"]
 
 
-def test_a_large_file_tells_of_its_blocks(
-    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_tells_of_its_blocks(mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allranks.checkpointing.mirror._BLOCK_BYTES", 100)
     monkeypatch.setattr("fsspec.AbstractFileSystem.blocksize", 100, raising=False)
     sent, advanced = save_alone(tmp_path / "a"), list[int]()

@@ -16,6 +16,7 @@ from allranks.checkpointing.host_memory import Record, distrust, is_distrusted, 
 from allranks.config import Config
 from allranks.launching.environment import ALONE
 from allranks.run import Run
+from allranks.stepping.alike import everyones
 from allranks.stepping.world import Processes
 from allranks.training import peer_copies
 from allranks.training.peer_copies import bring_copies, hosts_of
@@ -160,7 +161,7 @@ def test_nor_does_one_that_dies_while_it_looks(
 
         with pytest.MonkeyPatch.context() as patch:
             if where == "before it goes on":
-                patch.setattr(peer_copies, "everyones", counted(peer_copies.everyones))
+                patch.setattr(peer_copies, "everyones", counted(everyones))
             else:
                 patch.setattr(Processes, "share", counted(Processes.share))
             try:

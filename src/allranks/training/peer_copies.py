@@ -122,9 +122,7 @@ def _choose(told: Sequence[dict[str, Any] | None], run: Run) -> tuple[str, list[
     return "", incomplete
 
 
-def _see(
-    chosen: str, told: Sequence[dict[str, Any] | None], run: Run, wrong: Sequence[str]
-) -> tuple[str, str]:
+def _see(chosen: str, told: Sequence[dict[str, Any] | None], run: Run, wrong: Sequence[str]) -> tuple[str, str]:
     """The name of what was to come to the disk, and, where it is there, that it came."""
     parts = [one for one in told if one is not None and one["seal"] == chosen]
     if not parts:
