@@ -49,6 +49,8 @@ def raised(error: BaseException) -> BaseException:
         (SystemExit(75), 1, "sys.exit(75)", True, False),
         (SystemExit(76), 76, "sys.exit(76)", True, False),
         (RuntimeError("[gloo] Connection closed by peer [::1]:7"), 76, "closed by peer", True, True),
+        (RuntimeError("[gloo] Read error [10.0.0.2]:7: No route to host"), 76, "No route", True, True),
+        (RuntimeError("[gloo] Read error [10.0.0.2]:7: Connection timed out"), 76, "timed out", True, True),
         (DistNetworkError("failed to recv, got 0 bytes"), 76, "got 0 bytes", True, True),
         (ConnectionResetError("Connection reset by peer"), 1, "reset by peer", True, False),  # of the user's download
         (RuntimeError("shapes differ"), 1, "shapes differ", True, False),

@@ -51,9 +51,14 @@ PEER_LOST = (
     "wait timeout after",
     "got 0 bytes",
     "Software caused connection abort",
+    "Connection timed out",  # the network's, of a host that has vanished
+    "No route to host",
 )
 TRACEBACK = "Traceback (most recent call last):"
 TORCH_ERRORS = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+
+# What NCCL's errors say besides where the device has failed, and no peer.
+DEVICE_FAILED = ("CUDA error", "HIP error", "Cuda failure", "ncclUnhandledCudaError")
 
 NO_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -252,8 +257,22 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
 
 def _lost_a_peer(error: BaseException | None) -> bool:
     while error is not None:
-        kinds = {kind.__name__ for kind in type(error).__mro__[:2]}
-        if kinds & set(TORCH_ERRORS) and any(text in str(error) for text in PEER_LOST):
+        if _says_peer_lost(error):
             return True
         error = error.__cause__
     return False
+
+
+def _says_peer_lost(error: BaseException) -> bool:
+    kinds = {kind.__name__ for kind in type(error).__mro__[:2]}
+    return bool(kinds & set(TORCH_ERRORS)) and any(text in str(error) for text in PEER_LOST)
+
+
+def is_of_peers(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank or the way to it: by the words, or by the class of what a
+    backend raises unless it says that memory ran out or that the device failed.
+    """
+    if is_out_of_memory(error):
+        return False
+    backends = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return _says_peer_lost(error) or (backends and not any(text in str(error) for text in DEVICE_FAILED))

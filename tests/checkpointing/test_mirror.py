@@ -34,13 +34,23 @@ def test_what_was_brought_comes_back_bit_by_bit(mirror: Mirror, tmp_path: Path) 
     advanced = list[int]()
     for checkpoint in sent:
         mirror.bring(checkpoint, lambda: advanced.append(1))
-    assert len(advanced) == 2 * 3
+    assert len(advanced) >= 2 * 3
     found = mirror.list_newest()
     assert [one.step for one in found] == [200, 100]
     fetched = mirror.fetch(found[0], tmp_path / "b", RUN)
     assert fetched.path == tmp_path / "b" / "step-00000200" and files_of(fetched) == files_of(sent[1])
     verify_files(fetched)
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["step-00000200"]
+
+
+def test_a_large_file_tells_of_its_blocks(mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allranks.checkpointing.mirror._BLOCK_BYTES", 100)
+    monkeypatch.setattr("fsspec.AbstractFileSystem.blocksize", 100, raising=False)
+    sent, advanced = save_alone(tmp_path / "a"), list[int]()
+    mirror.bring(sent, lambda: advanced.append(1))
+    (found,) = mirror.list_newest()
+    assert len(advanced) >= sum(path.stat().st_size // 100 for path in sent.path.iterdir()) > 20
+    assert files_of(mirror.fetch(found, tmp_path / "b", RUN)) == files_of(sent)
 
 
 def test_what_is_there_already_is_not_brought_again_and_nothing_is_written_over(mirror: Mirror, tmp_path: Path) -> None:

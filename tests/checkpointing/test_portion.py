@@ -49,6 +49,14 @@ def test_a_share_says_what_was_written_or_why_nothing_was(tmp_path: Path) -> Non
     assert "No space left on device (this rank needs 916 B, " in refused.error
 
 
+def test_who_commits_refuses_what_may_not_be_replaced_and_the_others_do_not_look(tmp_path: Path) -> None:
+    portion = portion_of(parts(whole_tensors(), 0, 1), 0, ALIASES, {}, tells=True)
+    place = place_of(tmp_path, header(), "t1")
+    place.target.touch()
+    assert "is no directory" in write_portion(place, portion).error and not place.temporary.exists()
+    assert write_portion(place, portion, looks=False).error == ""
+
+
 def test_what_does_not_fit_is_not_begun(tmp_path: Path) -> None:
     portion = portion_of(parts(whole_tensors(), 0, 1), 0, ALIASES, {}, tells=True)
     disk = os.statvfs(tmp_path)

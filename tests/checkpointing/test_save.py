@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from allranks.checkpointing.save import write_own
 from allranks.errors import CheckpointError
 from allranks.failure import read_failures
 from allranks.recorded import run_recorded
-from tests.checkpointing.worlds import blank, header, parts, save_alone, save_together, whole_tensors
+from tests.checkpointing.worlds import begin, blank, header, parts, save_alone, save_together, whole_tensors
 from tests.distributed.pool import Pools
 
 FULL_DISK = OSError(errno.ENOSPC, "No space left on device")
@@ -66,6 +67,66 @@ def test_the_digests_are_the_same_for_every_world(pool: Pools, tmp_path: Path) -
         )
     assert found[0] == found[1] == found[2] == found[3]
     assert len(set(found[0].values())) == len(found[0])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("beside", [False, True])
+def test_only_who_commits_looks_for_the_name_before_it_is_given(pool: Pools, tmp_path: Path, beside: bool) -> None:
+    """On NFS the others' hosts would remember for half a minute that it is not there."""
+    name = str(tmp_path / "step-00000200")
+
+    def case() -> bool:
+        seen, real = list[str](), (os.path.lexists, os.stat, os.lstat)
+
+        def telling(call: Any) -> Any:
+            def do(path: Any, *args: Any, **named: Any) -> Any:
+                seen.append(str(path))
+                return call(path, *args, **named)
+
+            return do
+
+        with pytest.MonkeyPatch.context() as patch:
+            for place, call in zip(("os.path.lexists", "os.stat", "os.lstat"), real, strict=True):
+                patch.setattr(place, telling(call))
+            if beside:
+                begin(tmp_path, together=True).settle()
+            else:
+                save_together(tmp_path)
+        return any(path == name or path.startswith(f"{name}/") for path in seen)
+
+    assert pool(3).run(case) == [True, False, False]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_failed_save_may_be_tried_again_at_once(pool: Pools, tmp_path: Path, beside: bool) -> None:
+    """While a rank is slow to delete what it had written, no other writes to the same place."""
+
+    def case() -> list[str]:
+        def remove(*args: Any, **named: Any) -> None:
+            if dist.get_rank() == 1:
+                time.sleep(0.5)
+            real(*args, **named)
+
+        told, real, first = list[str](), shutil.rmtree, dist.get_rank() == 0
+        for number in range(2):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("shutil.rmtree", remove)
+                if number == 0 and first:
+                    patch.setattr("allranks.checkpointing.commit.write_synced", mock.Mock(side_effect=FULL_DISK))
+                try:
+                    if beside:
+                        begin(tmp_path, together=True).settle()
+                    else:
+                        save_together(tmp_path)
+                    told.append("saved")
+                except CheckpointError as error:
+                    told.append(str(error))
+        return told
+
+    for failed, again in pool(3).run(case):
+        assert "was not saved" in failed and "No space left on device" in failed and again == "saved"
+    verify_files(Checkpoint.open(tmp_path / "step-00000200"))
 
 
 @pytest.mark.distributed

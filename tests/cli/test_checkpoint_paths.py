@@ -14,6 +14,24 @@ def test_a_step_directory_is_itself(tmp_path: Path) -> None:
     assert find_checkpoints(step) == [step] and find_newest(step) == step
 
 
+@pytest.mark.parametrize("name", ["step-size-sweep", "step-00000003"])
+def test_a_run_may_be_called_like_a_checkpoint(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name / "checkpoints"
+    for step in (1, 2):
+        (folder / f"step-{step:08d}").mkdir(parents=True)
+    (folder / "step-00000001" / "COMMITTED").touch()
+    (tmp_path / name / "run.json").write_text("{}")
+    assert find_newest(tmp_path / name) == folder / "step-00000001"
+    assert list(find_passed_over(tmp_path / name)) == [folder / "step-00000002"]
+
+
+def test_a_folder_of_checkpoints_may_be_called_almost_like_one(tmp_path: Path) -> None:
+    folder = tmp_path / "step-sweep"
+    (folder / "step-00000001").mkdir(parents=True)
+    (folder / "step-00000001" / "COMMITTED").touch()
+    assert find_checkpoints(folder) == [folder / "step-00000001"]
+
+
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is no run and holds no checkpoint"):
         find_newest(tmp_path)

@@ -85,6 +85,17 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "file"]
 
 
+def test_a_type_that_the_file_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    values = {"phase": torch.ones(2, dtype=torch.complex128), "weight": torch.ones(3), "turn": torch.ones(2) + 0j}
+    pairs: Pairs = [(entry(f"model.{name}", value), value) for name, value in values.items()]
+    checkpoint, out = save_alone(tmp_path / "checkpoints", pairs=pairs, aliases={}), tmp_path / "out.safetensors"
+    with pytest.raises(ConfigError, match=r"^'phase' is complex128, which a safetensors file cannot hold; .*--only"):
+        export_model(checkpoint, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    assert sorted(export_model(checkpoint, out, only=("weight", "turn"))) == ["turn", "weight"]
+    assert load_file(out)["turn"].dtype == torch.complex64
+
+
 def test_a_tensor_digest_that_differs_is_seen_although_every_file_is_good(tmp_path: Path) -> None:
     checkpoint = save_model(tmp_path, Tied())
     check_everything(checkpoint)

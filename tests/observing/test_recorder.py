@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -111,6 +111,33 @@ def test_inline_the_loop_s_thread_writes_what_is_at_hand_and_never_waits(journal
     reduced.set()
     recorder.close()
     assert [line["step"] for line in lines(journal)] == list(range(1, number + 20))
+
+
+def test_inline_the_thread_may_write_all_between_the_loop_s_look_and_its_turn(journal: Journal) -> None:
+    recorder = Recorder(journal, inline=True)
+    recorder._closing.set()
+    recorder._thread.join()  # from here on this test does what the thread does, at the worst moment
+    lock = recorder._writing
+
+    class Overtaken:
+        """The lock, which the loop gets after the thread has had it."""
+
+        def acquire(self, blocking: bool) -> bool:
+            recorder._writing = lock
+            recorder._drain()
+            recorder._writing = cast(Any, self)
+            return lock.acquire(blocking)
+
+        def release(self) -> None:
+            lock.release()
+
+    recorder._writing = cast(Any, Overtaken())
+    for number in range(1, 4):
+        recorder._last_look = 0.0
+        recorder.record(step(number))
+    assert [line["step"] for line in lines(journal)] == [1, 2, 3]
+    recorder._writing = lock
+    recorder.close()
 
 
 def test_inline_an_error_of_the_writing_comes_at_once_or_at_the_next_call(journal: Journal) -> None:

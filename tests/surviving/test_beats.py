@@ -24,6 +24,7 @@ def test_an_end_counts_only_with_the_code_that_was_said() -> None:
     beats = SharedBeats(2)
     Heartbeat(beats.slot(1)).finish(75)
     assert [beats.has_finished(*one) for one in ((1, 75), (1, 0), (0, 0))] == [True, False, False]
+    assert [beats.said(place) for place in (0, 1)] == [None, 75]
     beats.clear()
-    assert not beats.has_finished(1, 75)
+    assert beats.said(1) is None and not beats.has_finished(1, 75)
     beats.close()

@@ -61,6 +61,29 @@ def test_the_run_ends_as_its_first_failure_or_its_agreed_stop(
     assert (None if outcome.first_failure is None else outcome.first_failure.rank) == first_rank
 
 
+@pytest.mark.parametrize(
+    ("ended", "said", "stop", "code", "failed"),
+    [
+        (ends(-9, killed=(0,)), (75,), TERM, 75, False),  # the grace ended while it brought a checkpoint to a mirror
+        (ends(-9), (75,), TERM, 75, False),  # a scheduler kills everything
+        (ends(-9), (75,), None, 75, False),  # train.max_seconds had ended it
+        (ends(-9, killed=(0,)), (130,), INT, 130, False),  # the second Ctrl-C
+        (ends(-9, 0, killed=(0,)), (0, 0), TERM, 75, False),  # all steps are done and saved, and the mirror has not all
+        (ends(-9, 0, killed=(0,)), (0, 0), INT, 130, False),
+        (ends(-9, 0), (0, 0), None, 76, True),  # a restart brings it
+        (ends(-9, killed=(0,)), (None,), TERM, 76, False),
+        (ends(-11), (75,), TERM, 1, True),
+        (ends(-9, 1, killed=(0,)), (75, None), TERM, 1, True),
+    ],
+)
+def test_who_is_killed_when_all_was_saved_has_stopped(
+    ended: list[Ended], said: tuple[int | None, ...], stop: signal.Signals | None, code: int, failed: bool
+) -> None:
+    told = [replace(one, said=word) for one, word in zip(ended, said, strict=True)]
+    outcome = conclude(told, [RAISED] if ended[-1].code == 1 else [], stop, {})
+    assert outcome.exit_code == code and (outcome.first_failure is not None) == failed
+
+
 def test_a_record_of_another_process_does_not_count() -> None:
     stale = replace(RAISED, pid=7)
     assert conclude(ends(0, 0), [stale], None, {}).exit_code == 0

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from allranks.checkpointing.checkpoint import list_checkpoints
+from allranks.checkpointing.going_on import note_going_on
 from allranks.checkpointing.host_memory import Record, distrust, left_of, write_record
 from allranks.config import Config
 from allranks.config_guard import GuardConfig
@@ -34,6 +35,7 @@ def hosts(pool: Pools, run: Run, root: Path) -> Callable[[], list[PeerMemory]]:
 
     def make() -> list[PeerMemory]:
         run.begin_attempt()
+        note_going_on(run)
         found = [open_peer_memory(run, wanted=True, root=root, say=told.append) for _ in range(2)]
         parts = [one for one in found if one is not None]
         places = [str(part.directory) for part in parts]
@@ -71,11 +73,23 @@ def test_what_the_hosts_have_beyond_the_disk_is_brought_there_by_each(
     assert "step-00000200, which was in the memory of hosts alone, is on the disk now" in told
 
 
+def test_an_attempt_that_died_before_it_went_on_costs_no_copy(
+    run: Run, root: Path, hosts: Callable[[], list[PeerMemory]]
+) -> None:
+    parts = hosts()
+    Run.open(run.path).begin_attempt()
+    for part in parts:
+        part.close()
+    assert steps(run) == ["step-00000200"] and left_of(run.id, root) == []
+
+
 @pytest.mark.parametrize("what", ["distrusted here", "distrusted elsewhere", "gone on without it", "not noted"])
 def test_what_does_not_count_just_goes(run: Run, root: Path, hosts: Callable[[], list[PeerMemory]], what: str) -> None:
     parts = hosts()
     if what == "gone on without it":
-        Run.open(run.path).begin_attempt()
+        newest = Run.open(run.path)
+        newest.begin_attempt()
+        note_going_on(newest)
     for part in parts:
         if what == "distrusted here":
             distrust(part.directory)
@@ -97,6 +111,11 @@ def test_what_a_killed_command_has_left_is_taken_over_or_said_to_be_missed(
     other = Run.create(root.parent, "task", Config(), {}, directory=root.parent / "other")
     assert open_memory(other, wanted=True, root=root, say=told.append) is not None
     assert len(told) == 2 and all("stays in the memory of this host" in line for line in told)
+    told.clear()
+    Run.open(run.path).begin_attempt()  # and that one has died before it went on
+    third = Run.create(root.parent, "task", Config(), {}, directory=root.parent / "third")
+    assert open_memory(third, wanted=True, root=root, say=told.append) is not None
+    assert len(told) == 2
     told.clear()
     run.begin_attempt()  # as the leader does before others look
     taken = [open_peer_memory(run, wanted=False, root=root, say=told.append) for _ in range(2)]

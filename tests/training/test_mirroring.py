@@ -11,6 +11,7 @@ import pytest
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.mirror import Mirror
 from allranks.errors import CheckpointError, RunError
+from allranks.observing import heartbeat
 from allranks.run import Run
 from allranks.training.mirroring import Mirroring
 from tests.checkpointing.worlds import save_alone
@@ -58,6 +59,31 @@ def test_all_ranks_read_what_the_first_has_fetched(pool: Pools, tmp_path: Path) 
     shutil.rmtree(run / "checkpoints")
     assert train_outside(pool, 2, None, "train.steps=6", resume=run) == [0, 0]
     assert events(run, "resume")[-1]["step"] == 4 and mirrored(run, url) == [6, 4]
+
+
+def test_what_a_lost_process_has_not_brought_a_resume_brings(tmp_path: Path) -> None:
+    run, url = tmp_path / "run", str(tmp_path / "mirror")
+    settings = ("train.steps=4", *OFTEN, f"checkpoint.mirror={url}")
+    with mock.patch.object(Mirror, "bring"):  # it dies while its last one is on its way
+        assert start("Curve", run, *settings) == 0
+    assert saved(run) == [2, 4] and mirrored(run, url) == []
+    assert train(None, resume=run) == 0
+    assert mirrored(run, url) == [4], "there is no step left to do, and none that would save"
+    assert train(None, resume=run) == 0
+    assert mirrored(run, url) == [4]
+
+
+@pytest.mark.parametrize(("reason", "code"), [("done", 0), ("terminated", 75)])
+def test_it_is_told_that_all_is_saved_before_the_mirror_is_waited_for(
+    tmp_path: Path, reason: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heart, seen = heartbeat.Heartbeat(), list[int]()
+    monkeypatch.setattr(heartbeat._Process, "heartbeat", heart)
+    monkeypatch.setattr(Mirroring, "finish", lambda *_: seen.append(heart._fields[heartbeat.FINISHED]))
+    if reason == "terminated":
+        monkeypatch.setattr("allranks.training.trainer.Trainer._stop", lambda *_: reason)
+    assert start("Curve", tmp_path / "run", "train.steps=3", f"checkpoint.mirror={tmp_path / 'mirror'}") == code
+    assert seen == [1 + code]
 
 
 def test_a_mirror_that_refuses_is_told_of_once_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What hosts have together of a copy is what a training goes on from, if its last attempt knew of it."""
+"""What hosts have together of a copy is what a training goes on from, if the last attempt that went on knew of it."""
 
 import shutil
 from collections.abc import Callable
@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 
 from allranks.checkpointing.checkpoint import list_checkpoints
+from allranks.checkpointing.going_on import last_to_go_on, note_going_on
 from allranks.checkpointing.host_memory import Record, distrust, is_distrusted, read_record, write_record
 from allranks.config import Config
 from allranks.launching.environment import ALONE
 from allranks.run import Run
+from allranks.stepping.alike import everyones
 from allranks.stepping.world import Processes
+from allranks.training import peer_copies
 from allranks.training.peer_copies import bring_copies, hosts_of
 from tests.checkpointing.test_peers import save_here
 from tests.checkpointing.worlds import flip, header, save_alone
@@ -50,6 +53,7 @@ def left(pool: Pools, run: Run, tmp_path: Path) -> Callable[[], None]:
 
     def make() -> None:
         run.begin_attempt()
+        note_going_on(run)
         made = header(200, run=run.id, generation=run.attempts)
         pool(3).run(lambda: save_here(tmp_path, HOSTS, header=made).step)
         for number in range(3):
@@ -103,14 +107,15 @@ def test_what_one_of_three_hosts_has_is_not_whole_and_that_is_said(
     assert list(tmp_path.glob("[012]/step-*")) == []
 
 
-@pytest.mark.parametrize("what", ["newer on the disk", "an attempt between", "distrusted", "no record"])
+@pytest.mark.parametrize("what", ["newer on the disk", "one went on between", "distrusted", "no record"])
 def test_what_does_not_count_is_not_brought(
     pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None], what: str
 ) -> None:
     left()
     if what == "newer on the disk":
         save_alone(run.checkpoints, header=header(100, run=run.id, generation=run.attempts))
-    if what == "an attempt between":
+    if what == "one went on between":
+        note_going_on(run)
         run.begin_attempt()
     if what == "distrusted":
         distrust(run.checkpoints)
@@ -121,6 +126,83 @@ def test_what_does_not_count_is_not_brought(
     assert bring(pool, run, tmp_path) == ("", []) and steps(run) == before
     assert list(tmp_path.glob("[012]/step-*")) == [], "nor will it be later, and it takes memory"
     assert not is_distrusted(run.checkpoints), "what comes now is another attempt's"
+
+
+def test_an_attempt_that_dies_before_it_has_looked_costs_no_copy(
+    pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None]
+) -> None:
+    left()
+    run.begin_attempt()
+    brought, wrong = bring(pool, run, tmp_path)
+    assert brought.startswith("step-00000200 came to the disk") and wrong == [] and steps(run) == ["step-00000200"]
+    assert last_to_go_on(run) == run.attempts == 3
+
+
+@pytest.mark.parametrize("where", ["before it goes on", "after that"])
+def test_nor_does_one_that_dies_while_it_looks(
+    pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None], where: str
+) -> None:
+    left()
+
+    def case() -> bool:
+        """Every rank dies after the same call."""
+        processes = processes_here(dist.new_group([dist.get_rank()], use_local_synchronization=True))
+        hosts, calls, dies = hosts_of(processes), list[int](), 2 if where == "before it goes on" else 3
+
+        def counted(call: Any) -> Any:
+            def do(*args: Any) -> Any:
+                found = call(*args)
+                calls.append(1)
+                if len(calls) == dies:
+                    raise InterruptedError
+                return found
+
+            return do
+
+        with pytest.MonkeyPatch.context() as patch:
+            if where == "before it goes on":
+                patch.setattr(peer_copies, "everyones", counted(everyones))
+            else:
+                patch.setattr(Processes, "share", counted(Processes.share))
+            try:
+                bring_copies(tmp_path / str(dist.get_rank()), Run.open(run.path), processes, hosts)
+            except InterruptedError:
+                return True
+        return False
+
+    assert pool(3).run(case) == [True] * 3
+    assert last_to_go_on(run) == (1 if where == "before it goes on" else 2)
+    shutil.rmtree(run.checkpoints)  # as if the disk had lost what had come there
+    run.checkpoints.mkdir()
+    run.begin_attempt()
+    brought, _ = bring(pool, run, tmp_path)
+    assert brought.startswith("step-00000200 came to the disk") and steps(run) == ["step-00000200"]
+
+
+def test_what_a_guard_has_found_wrong_does_not_count_later_either(
+    pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None]
+) -> None:
+    left()
+    distrust(run.checkpoints)
+    run.begin_attempt()  # the one before has died early
+    assert bring(pool, run, tmp_path) == ("", []) and steps(run) == []
+
+
+def test_every_host_is_made_to_see_what_came_to_the_disk(
+    pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None]
+) -> None:
+    """Whoever commits it: another's file system may remember that it was not there."""
+    left()
+
+    def case() -> list[str]:
+        seen = list[str]()
+        processes = processes_here(dist.new_group([dist.get_rank()], use_local_synchronization=True))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peer_copies, "await_name", lambda path, *seconds: seen.append(path.name))
+            bring_copies(tmp_path / str(dist.get_rank()), Run.open(run.path), processes, hosts_of(processes))
+        return seen
+
+    assert [set(seen) for seen in pool(3).run(case)] == [{"step-00000200"}] * 3
 
 
 def test_a_file_that_is_damaged_in_both_places_is_told_and_nothing_is_brought(

@@ -17,9 +17,9 @@ HOSTS = Hosts(0, ((0,), (1,)))
 @pytest.mark.parametrize(
     ("memory", "hosts", "mirror", "asked"),
     [
-        (None, None, None, ["find None"]),
-        (Path("memory"), None, None, ["find memory"]),
-        (Path("memory"), None, "url", ["mirror memory", "find memory"]),
+        (None, None, None, ["went on False", "find None"]),
+        (Path("memory"), None, None, ["went on False", "find memory"]),
+        (Path("memory"), None, "url", ["went on False", "mirror memory", "find memory"]),
         (Path("memory"), HOSTS, "url", ["hosts memory", "mirror None", "find None"]),
     ],
 )
@@ -27,7 +27,7 @@ def test_what_is_farther_is_brought_near_first(
     monkeypatch: pytest.MonkeyPatch, memory: Path | None, hosts: Hosts | None, mirror: Any, asked: list[str]
 ) -> None:
     seen, told = list[str](), list[Any]()
-    processes: Any = None  # what takes them is replaced
+    processes: Any = SimpleNamespace(rank=0)  # what else takes them is replaced
 
     def bring_copies(memory: Path, run: Any, processes: Any, hosts: Hosts) -> tuple[str, list[str]]:
         seen.append(f"hosts {memory}")
@@ -43,7 +43,10 @@ def test_what_is_farther_is_brought_near_first(
         seen.append(f"find {memory}")
         return "found", []
 
-    for stand_in in (bring_copies, fetch_newer, find_checkpoint):
+    def note_going_on(run: Any, *, first: bool) -> None:
+        seen.append(f"went on {first}")
+
+    for stand_in in (note_going_on, bring_copies, fetch_newer, find_checkpoint):
         monkeypatch.setattr(starting_point, stand_in.__name__, stand_in)
     found: Any = find_starting_point(RUN, processes, memory, hosts, mirror, lambda *what: told.append(what))
     assert found == ("found", []) and seen == asked

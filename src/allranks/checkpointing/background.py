@@ -30,7 +30,7 @@ from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.commit import Share, commit, explain
 from allranks.checkpointing.exchange import broadcast_bytes, gather_bytes
 from allranks.checkpointing.portion import Place, Portion, failed_share, write_portion
-from allranks.checkpointing.save import refusal
+from allranks.checkpointing.save import give_up, refusal
 from allranks.durable import write_synced
 from allranks.errors import CheckpointError
 
@@ -169,7 +169,7 @@ class BackgroundSave:
                 answer = errors[0] if self._named else refusal(place, errors[0] + more)
         answer = broadcast_bytes(answer.encode(), world.group, world.device).decode()
         if answer:
-            shutil.rmtree(place.temporary, ignore_errors=True)
+            give_up(place, world.group, world.device)
             raise CheckpointError(answer)
 
     def fail(self) -> None:
@@ -196,7 +196,7 @@ class BackgroundSave:
             if isinstance(self._portion, CheckpointError):
                 raise self._portion
             self._ready()
-            share = write_portion(self.place, self._portion, self._check)
+            share = write_portion(self.place, self._portion, self._check, looks=self._world.first)
             if not share.error:
                 if self._proves:
                     check_share(self.place.temporary, self.place.header, share)

@@ -9,6 +9,7 @@ What a later attempt has written is newer, whatever its step: where a run has go
 what it goes on with.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from allranks.errors import CheckpointError, ConfigError
 
 _NAME = re.compile(r"step-(\d{8,18})\.[0-9a-f]{12}")
 _DIGEST_LETTERS: Final = 12
+_BLOCK_BYTES: Final = 32 << 20
 
 
 @final
@@ -71,7 +73,7 @@ class Mirror:
         """Copy a committed checkpoint there; one that is there already is left as it is.
 
         Args:
-            advanced: called after each file.
+            advanced: called after each file, and after each block of one where the place tells of blocks.
         """
         manifest = (checkpoint.path / MANIFEST_FILE).read_bytes()
         name = f"{step_name(checkpoint.step)}.{seal(manifest).decode()[:_DIGEST_LETTERS]}"
@@ -81,7 +83,7 @@ class Mirror:
                 return
             self._files.makedirs(place, exist_ok=True)
             for file in (*checkpoint.manifest.files, MANIFEST_FILE, COMMITTED_FILE):
-                self._files.put_file(str(checkpoint.path / file), f"{place}/{file}")
+                self._put(checkpoint.path / file, f"{place}/{file}", advanced)
                 advanced()
 
     def prune(self, keep: int, keep_every: int | None = None) -> None:
@@ -124,6 +126,24 @@ class Mirror:
 
         with self._refusing("read"):
             return adopt(directory, found.step, run, bring)
+
+    def _put(self, source: Path, target: str, advanced: Callable[[], None]) -> None:
+        """Copy one file there, and tell of each block: a large one takes longer than nothing may go on."""
+        from fsspec.callbacks import Callback
+        from fsspec.implementations.local import LocalFileSystem
+
+        if not isinstance(self._files, LocalFileSystem):
+            told = Callback(hooks={"advanced": lambda size, value, **_: advanced()})
+            self._files.put_file(str(source), target, callback=told)
+            return
+        # Another file system of this host's, such as NFS: fsspec tells nothing of it, and what is not synced meanwhile
+        # is when the file is closed.
+        with source.open("rb") as file, open(target, "wb") as copy:
+            while block := file.read(_BLOCK_BYTES):
+                copy.write(block)
+                copy.flush()
+                os.fsync(copy.fileno())
+                advanced()
 
     def _names(self) -> list[tuple[int, str]]:
         self._files.invalidate_cache()

@@ -71,7 +71,8 @@ def save(
     device = device or torch.device("cpu")
     place = place_of(directory, header, token)
     first = group is None or dist.get_rank(group) == 0
-    portion, share = write_own(place, parts, rank, aliases, state, tells=first if tells is None else tells)
+    tells = first if tells is None else tells
+    portion, share = write_own(place, parts, rank, aliases, state, tells=tells, looks=first)
     shares = gather_shares(share, group, device)
     answer = b""
     if first:
@@ -84,19 +85,28 @@ def save(
             answer = refusal(place, explain(error, place.temporary)).encode()
     answer = broadcast_bytes(answer, group, device)
     if not answer.startswith(b"saved"):
-        shutil.rmtree(place.temporary, ignore_errors=True)
+        give_up(place, group, device)
         raise CheckpointError(answer.decode())
     manifest = parse_manifest(answer.removeprefix(b"saved"), str(place.target / MANIFEST_FILE))
     return Checkpoint(place.target, manifest)
 
 
 def write_own(
-    place: Place, parts: Parts, rank: int, aliases: Mapping[str, str], state: Mapping[str, Any], *, tells: bool
+    place: Place,
+    parts: Parts,
+    rank: int,
+    aliases: Mapping[str, str],
+    state: Mapping[str, Any],
+    *,
+    tells: bool,
+    looks: bool = True,
 ) -> tuple[Portion, Share]:
-    """Write this rank's portion of a checkpoint; arguments as of `save`. Raises no Exception: the Share tells."""
+    """Write this rank's portion of a checkpoint; arguments as of `save` and `write_portion`. Raises no Exception: the
+    Share tells.
+    """
     try:
         portion = portion_of(parts, rank, aliases, state, tells=tells)
-        return portion, write_portion(place, portion)
+        return portion, write_portion(place, portion, looks=looks)
     except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
         note_device_error(error)
         return Portion(rank), failed_share(place, rank, error)
@@ -105,6 +115,17 @@ def write_own(
 def gather_shares(share: Share, group: dist.ProcessGroup | None, device: torch.device) -> list[Share]:
     """Every rank's Share on the group's first rank; an empty list elsewhere. As `gather_bytes`."""
     return [Share(**json.loads(data)) for data in gather_bytes(json.dumps(asdict(share)).encode(), group, device)]
+
+
+def give_up(place: Place, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Delete what was written of a checkpoint that there will not be; collective. No rank returns before all have: the
+    next try of the same step writes to the same place.
+
+    Raises:
+        ProcessError: a peer was lost.
+    """
+    shutil.rmtree(place.temporary, ignore_errors=True)
+    gather_bytes(b"", group, device)
 
 
 def refusal(place: Place, reason: str) -> str:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from allranks.errors import CheckpointError, RunError
 
+_STEP = re.compile(r"step-\d{8,18}")
+
 
 def find_checkpoints(directory: Path) -> list[Path]:
     """The checkpoint directories that DIR means, newest first. Raises RunError where it is no run and holds none."""
@@ -13,7 +15,7 @@ def find_checkpoints(directory: Path) -> list[Path]:
 
     if not directory.is_dir():
         raise RunError(f"{directory}: no such directory; name a run, its checkpoints folder or a step-* directory")
-    if (directory / "manifest.json").exists() or directory.name.startswith("step-"):
+    if _is_one(directory):
         return [directory]
     folder = _folder(directory)
     try:
@@ -29,17 +31,24 @@ def find_passed_over(directory: Path) -> dict[Path, str]:
     """What has a checkpoint's name below DIR and is none that a resume would take, and why."""
     from allranks.checkpointing.reading import COMMITTED_FILE
 
-    if directory.name.startswith("step-") or not _folder(directory).is_dir():
+    if _is_one(directory) or not _folder(directory).is_dir():
         return {}
     found = {}
     for path in _folder(directory).iterdir():
-        if re.fullmatch(r"step-\d{8,18}", path.name) is None:
+        if _STEP.fullmatch(path.name) is None:
             continue
         if path.is_symlink() or not path.is_dir():
             found[path] = f"is a {'symbolic link' if path.is_symlink() else 'file'}, no directory; passed over"
         elif not os.path.lexists(path / COMMITTED_FILE):
             found[path] = f"is not committed (it has no {COMMITTED_FILE} file); passed over"
     return {path: reason for path, reason in found.items() if os.path.lexists(path)}  # its run may have been faster
+
+
+def _is_one(directory: Path) -> bool:
+    """Whether DIR is meant as a checkpoint itself; a run may have any name."""
+    if (directory / "run.json").exists():
+        return False
+    return (directory / "manifest.json").exists() or _STEP.fullmatch(directory.name) is not None
 
 
 def _folder(directory: Path) -> Path:

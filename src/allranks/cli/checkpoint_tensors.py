@@ -1,7 +1,7 @@
 """What of `allranks checkpoint` needs torch: the digest of every tensor, and a model as one file."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from allranks.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from allranks.checkpointing.checkpoint import Checkpoint
 
 
@@ -31,7 +33,7 @@ def export_model(checkpoint: "Checkpoint", out: Path, *, ema: bool = False, only
 
     Raises:
         CheckpointError: the checkpoint is damaged, or holds no model or no averages.
-        ConfigError: the file cannot be written, or a glob names no tensor.
+        ConfigError: the file cannot be written, a glob names no tensor, or safetensors does not know a tensor's type.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -48,6 +50,7 @@ def export_model(checkpoint: "Checkpoint", out: Path, *, ema: bool = False, only
             raise ConfigError(f"--only '{pattern}' names no tensor of the model; it has {', '.join(near)}")
     if only:
         tensors = {name: value for name, value in tensors.items() if any(fnmatchcase(name, glob) for glob in only)}
+    _check_types(tensors)
     aliases = {alias.removeprefix("model.") for alias in checkpoint.manifest.aliases}
     apart = {name: tensor.clone() if name in aliases else tensor for name, tensor in tensors.items()}
     try:
@@ -56,3 +59,20 @@ def export_model(checkpoint: "Checkpoint", out: Path, *, ema: bool = False, only
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(f"'{out}' cannot be written: {error}; name another file") from None
     return list(apart)
+
+
+def _check_types(tensors: "Mapping[str, torch.Tensor]") -> None:
+    """See that safetensors has a name for every tensor's type. Raises ConfigError: for one it has none."""
+    import torch
+    from safetensors.torch import save
+
+    for dtype in {tensor.dtype: None for tensor in tensors.values()}:
+        try:
+            save({"none": torch.empty(0, dtype=dtype)})
+        except Exception:  # KeyError of some versions: which types it knows it does not tell
+            of_type = [name for name, tensor in tensors.items() if tensor.dtype is dtype]
+            more = f" (and {len(of_type) - 1} more)" if len(of_type) > 1 else ""
+            raise ConfigError(
+                f"'{of_type[0]}'{more} is {str(dtype).removeprefix('torch.')}, which a safetensors file cannot hold; "
+                "name with --only what is to be exported without it"
+            ) from None

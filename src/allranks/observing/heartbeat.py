@@ -34,7 +34,8 @@ PHASES. STEP: optimizer steps done since the first start. FIRST: how long the fi
 how long later ones take without their loading and compilation, as `Longest` has it. ASKED, ANSWERED: how often the
 agent has asked for the collectives, and was answered. TIME_OVER: when the run's time is over, or was agreed to be; 0:
 it has no end.
-FINISHED: 1 + the exit code with which the worker's work has come to its own end; 0: it has not. LOADED: how long the
+FINISHED: 1 + the exit code with which the worker's work has come to its own end, but for what is on its way to a
+mirror; 0: it has not. LOADED: how long the
 loading in later steps takes, as `Longest` has it. HELD_STEP, HELD_FROM, HELD_SIZE: the step (from 1) whose samples
 the loop has in hand, in a step or while it loads them, its first position and its number of samples; HELD_STEP 0:
 none. DATASET: samples of the training data, as far as an index names one; 0: it does not. BAD_LINKS: how many findings
@@ -116,7 +117,9 @@ class Heartbeat:
         self._fields[BAD_LINKS] = number
 
     def finish(self, code: int) -> None:
-        """The work has come to its own end, and this process ends with `code`: what ends so without this has not."""
+        """The work has come to its own end, and this process ends with `code`: what ends so without this has not. What
+        is left is to bring copies elsewhere.
+        """
         self._fields[FINISHED] = 1 + code
 
     def begin_step(self) -> None:

@@ -146,6 +146,8 @@ class Recorder:
         if not self._writing.acquire(blocking=False):
             return
         try:
+            if len(self._pending) <= MAY_WAIT:
+                return  # counted before without the lock: the thread has written them meanwhile
             self._last_look = time.monotonic()
             self._write_lines()
             if self._board is not None:

@@ -48,9 +48,14 @@ class SharedBeats:
         """The last step that each worker of this attempt has finished."""
         return [self.slot(place)[STEP] for place in range(len(self._fields) // NUM_FIELDS)]
 
+    def said(self, place: int) -> int | None:
+        """The exit code with which a worker has said that its work comes to an end; None: it has not."""
+        found = self.slot(place)[FINISHED]
+        return found - 1 if found else None
+
     def has_finished(self, place: int, code: int) -> bool:
         """Whether a worker has said that its work has come to an end with this exit code."""
-        return self.slot(place)[FINISHED] == 1 + code
+        return self.said(place) == code
 
     def close(self) -> None:
         """Let the memory go."""

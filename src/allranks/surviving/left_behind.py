@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import final
 
 from allranks.checkpointing.checkpoint import list_checkpoints, newest_good
+from allranks.checkpointing.going_on import last_to_go_on
 from allranks.checkpointing.host_memory import Record, is_distrusted, read_record
 from allranks.errors import RunError
 from allranks.run import Run
@@ -67,10 +68,12 @@ def telling(say: Callable[[str], None], own: str) -> Callable[[Path], bool]:
 
 
 def counts_for(run: Run, record: Record, directory: Path) -> bool:
-    """Whether the copies are this run's, and its newest attempt knows of them: by its name, or of several hosts' by its
-    number.
+    """Whether the copies are this run's, and its newest attempt knows of them: by its name; or of several hosts' the
+    last that went on, by its number.
     """
-    return run.id in directory.name and bool({run.attempt, str(run.attempts)} & {*record.attempts})
+    last = last_to_go_on(run)
+    known = {run.attempt, str(run.attempts if last is None else last)}
+    return run.id in directory.name and bool(known & {*record.attempts})
 
 
 def is_newer(copy: Path, run: Run) -> bool:

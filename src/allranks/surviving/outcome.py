@@ -10,6 +10,7 @@ from allranks.failure import (
     CRASHES,
     DONE,
     INTERRUPTED,
+    PREEMPTED,
     STOPS,
     TRANSIENT,
     Failure,
@@ -33,6 +34,7 @@ class Ended:
         killed: whether by our own kill.
         finished: whether it had said that its work has come to an end with this code; also where nobody could tell.
         step: the last one that it has done, where that is known.
+        said: the code that it had said its work would end with, whether or not it came to that; None: it had not.
     """
 
     rank: int
@@ -42,11 +44,25 @@ class Ended:
     killed: bool = False
     finished: bool = True
     step: int | None = None
+    said: int | None = None
 
     @property
     def failed(self) -> bool:
         """Whether it neither did its work nor saved and stopped."""
         return self.code not in CLAIMS or not self.finished
+
+    def stopped(self, stop: signal.Signals | None) -> int | None:
+        """The code of the stop for which it has saved; None: it has not.
+
+        Who is killed while what it has saved is on its way to a mirror has, too: a resume brings it there. One whose
+        training was done by then has stopped only where somebody asked for it.
+        """
+        if self.code == -signal.SIGKILL:
+            asked = INTERRUPTED if stop == signal.SIGINT else PREEMPTED
+            code = asked if self.said == DONE and stop is not None else self.said
+        else:
+            code = self.code if self.finished else None
+        return code if code in STOPS else None
 
 
 @final
@@ -86,7 +102,8 @@ def conclude(
     if failure is not None and not (stop is not None and failure.consequence):
         others = sorted(one.rank for one in failures if one is not None and one.rank != failure.rank)
         return Outcome(failure.exit_code, failure, replies, tuple(others))
-    agreed = [one.code for one in sorted(ended, key=lambda one: one.when) if one.code in STOPS and one.finished]
+    stopped = [one.stopped(stop) for one in sorted(ended, key=lambda one: one.when)]
+    agreed = [code for code in stopped if code is not None]
     if agreed:
         return Outcome(agreed[0], None, replies)
     if stop is not None and any(one.code for one in ended):  # it ended without having saved
@@ -129,7 +146,7 @@ def _unrecorded(one: Ended, stop: signal.Signals | None) -> Failure | None:
     told = one.killed and one.code == -signal.SIGKILL
     # It died of a request, before it could handle it, or of the second one, without saving.
     obeyed = stop is not None and (-one.code in SIGNALS or one.code == INTERRUPTED)
-    if told or obeyed or not one.failed:
+    if told or obeyed or not one.failed or one.stopped(stop) is not None:
         return None
     if one.code < 0:
         return describe_signal(-one.code, rank=one.rank, pid=one.pid, when=one.when)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
+from allranks.checkpointing.going_on import last_to_go_on
 from allranks.checkpointing.host_memory import (
     KEEP_IT,
     SHARED_MEMORY,
@@ -60,7 +61,8 @@ class PeerMemory:
         if record is None or part is None or is_distrusted(self.directory):
             return
         newest = Run.open(self._run.path)
-        if str(newest.attempts) not in record.attempts:
+        last = last_to_go_on(newest)
+        if str(newest.attempts if last is None else last) not in record.attempts:
             return  # the others have gone on without this host: they have what it had
         if is_wanted(part.newness, newest.checkpoints, newest.id) and not is_distrusted(newest.checkpoints):
             for line in bring_part(part, newest.checkpoints, newest.attempts):

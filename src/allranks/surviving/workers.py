@@ -124,6 +124,7 @@ class LocalWorkers:
                 killed=place in self.killed,
                 finished=self._has_finished(place, one.code, beats),
                 step=None if beats is None else beats.steps()[place],
+                said=None if beats is None else beats.said(place),
             )
             for place, one in self.exits.items()
         ]

@@ -39,7 +39,7 @@ class Mirroring:
         self._caught_up = keep_every is None
         self._under_way: Checkpoint | None = None
         self._thread: threading.Thread | None = None
-        self._num_files = 0
+        self._num_blocks = 0
 
     def bring(self, checkpoint: Checkpoint) -> None:
         """Bring this one next; returns at once."""
@@ -56,12 +56,12 @@ class Mirroring:
             return frozenset(one.path for one in (*self._waiting, self._under_way) if one is not None)
 
     def finish(self, progress: Callable[[], None]) -> None:
-        """Wait until nothing is on its way; `progress` is called whenever another file was brought."""
+        """Wait until nothing is on its way; `progress` is called whenever another block was brought."""
         seen = -1
         while (thread := self._thread) is not None and thread.is_alive():
             thread.join(LOOK_SECONDS)
-            if self._num_files != seen:
-                seen = self._num_files
+            if self._num_blocks != seen:
+                seen = self._num_blocks
                 progress()
 
     def _run(self) -> None:
@@ -112,7 +112,7 @@ class Mirroring:
                 self._warned = True
 
     def _advance(self) -> None:
-        self._num_files += 1
+        self._num_blocks += 1
 
 
 def fetch_newer(

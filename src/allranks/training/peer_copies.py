@@ -9,8 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.going_on import last_to_go_on, note_going_on
 from allranks.checkpointing.host_memory import Record, is_distrusted, read_record, trust, write_record
 from allranks.checkpointing.joining import HostPart, bring_part, is_wanted, newest_part
+from allranks.checkpointing.looking_again import PATIENCE_SECONDS, await_name
 from allranks.checkpointing.peers import Hosts
 from allranks.errors import CheckpointError, RunError
 from allranks.run import Run
@@ -31,7 +33,8 @@ def hosts_of(processes: Processes) -> Hosts:
 def bring_copies(memory: Path, run: Run, processes: Processes, hosts: Hosts) -> tuple[str, list[str]]:
     """Bring to the disk the newest copy that the hosts have together, where the disk has nothing as new; collective.
 
-    All other copies go: the attempt that begins goes on from something else than they are of.
+    All other copies go: the attempt that begins goes on from something else than they are of. They go when it is noted
+    that it does, and not before: where it dies until then, all is as it was for the next one.
 
     Args:
         memory: where this host's part lies.
@@ -39,32 +42,51 @@ def bring_copies(memory: Path, run: Run, processes: Processes, hosts: Hosts) -> 
 
     Returns:
         What was brought, in a line, or ""; and why files or all of it could not be. The same on every rank.
+
+    Raises:
+        CheckpointError, RunError: on rank 0: a later attempt has begun, or RUN cannot be written to.
     """
-    part = _part(memory, run) if hosts.first else None
+    before = processes.share(_last_attempt(run) if processes.rank == 0 else None)
+    part = _part(memory, run, before) if hosts.first else None
     told = everyones(_tell(part), processes.world_group, processes.device)
     chosen, wrong = processes.share(_choose(told, run) if processes.rank == 0 else None)
-    if processes.rank == 0:
-        trust(run.checkpoints)  # all hosts have looked
-    if hosts.first:
-        clear_copies(memory, part.path if part is not None and part.seal == chosen else None)
-        trust(memory)
-    if part is not None and part.seal == chosen:
+    kept = part.path if part is not None and part.seal == chosen else None
+    if part is not None and kept is not None:
         try:
             wrong += bring_part(part, run.checkpoints, run.attempts)
         except (CheckpointError, OSError) as error:
             wrong.append(f"{part.path}: {error}")
+        _note(memory, run, before, str(run.attempts))  # it counts whether or not the attempt comes to the note below
     everyones_wrong = everyones(wrong, processes.world_group, processes.device)
     wrong = list(dict.fromkeys(line for lines in everyones_wrong for line in lines))
+    if processes.rank == 0:
+        note_going_on(run)
+        trust(run.checkpoints)  # all hosts have looked, and nothing that was made before counts any more
+    name, brought = processes.share(_see(chosen, told, run, wrong) if processes.rank == 0 else None)
     if hosts.first:
-        with suppress(RunError):  # what is there does not count for a later attempt then
-            write_record(memory, Record(run.path.resolve(), (str(run.attempts),)))
-    return processes.share(_see(chosen, told, run) if processes.rank == 0 else None), wrong
+        if brought:
+            await_name(run.checkpoints / name)  # another host may have given it, and this one have looked before
+        clear_copies(memory, kept)
+        trust(memory)
+        _note(memory, run, str(run.attempts))
+    return brought, wrong
 
 
-def _part(memory: Path, run: Run) -> HostPart | None:
-    """What this host has, if the attempt before this one knew of it and no guard has found it wrong."""
+def _last_attempt(run: Run) -> str:
+    """The name of the attempt whose copies count: the last that went on."""
+    noted = last_to_go_on(run)
+    return str(run.attempts - 1 if noted is None else noted)
+
+
+def _note(memory: Path, run: Run, *attempts: str) -> None:
+    with suppress(RunError):  # what is there does not count for a later attempt then
+        write_record(memory, Record(run.path.resolve(), attempts))
+
+
+def _part(memory: Path, run: Run, before: str) -> HostPart | None:
+    """What this host has, if the last attempt that went on knew of it and no guard has found it wrong."""
     record = read_record(memory)
-    if record is None or str(run.attempts - 1) not in record.attempts:
+    if record is None or before not in record.attempts:
         return None
     return None if is_distrusted(memory) or is_distrusted(run.checkpoints) else newest_part(memory, run.id)
 
@@ -100,13 +122,15 @@ def _choose(told: Sequence[dict[str, Any] | None], run: Run) -> tuple[str, list[
     return "", incomplete
 
 
-def _see(chosen: str, told: Sequence[dict[str, Any] | None], run: Run) -> str:
+def _see(chosen: str, told: Sequence[dict[str, Any] | None], run: Run, wrong: Sequence[str]) -> tuple[str, str]:
+    """The name of what was to come to the disk, and, where it is there, that it came."""
     parts = [one for one in told if one is not None and one["seal"] == chosen]
     if not parts:
-        return ""
-    name, hosts = parts[0]["name"], ", ".join(sorted({one["host"] for one in parts}))
+        return "", ""
+    name, hosts = str(parts[0]["name"]), ", ".join(sorted({one["host"] for one in parts}))
     try:
+        await_name(run.checkpoints / name, 0.0 if wrong else PATIENCE_SECONDS)
         Checkpoint.open(run.checkpoints / name, run.id)
     except CheckpointError:
-        return ""
-    return f"{name} came to the disk from the memory of {hosts}"
+        return name, ""
+    return name, f"{name} came to the disk from the memory of {hosts}"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.going_on import note_going_on
 from allranks.checkpointing.mirror import Mirror
 from allranks.checkpointing.peers import Hosts
 from allranks.run import Run
@@ -34,6 +35,8 @@ def find_starting_point(
     if memory is not None and hosts is not None:
         tell(*bring_copies(memory, run, processes, hosts), SEE_MEMORY)
         memory = None
+    elif processes.rank == 0:
+        note_going_on(run, first=False)  # what hosts may still have of an attempt before is not the newest any more
     if mirror is not None:
         tell(*fetch_newer(run.checkpoints, run.id, mirror, processes, memory), OPEN_MIRROR)
     return find_checkpoint(run.checkpoints, run.id, processes, memory)

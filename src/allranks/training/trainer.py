@@ -4,12 +4,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, final
+from typing import Final, Literal, final
 
 from allranks import fault_points
 from allranks.data.loader import Loader
 from allranks.data.micro_step import StepBatch
 from allranks.errors import GuardError
+from allranks.failure import DONE, INTERRUPTED, PREEMPTED
 from allranks.observing import heartbeat
 from allranks.observing.counters import Stopwatch
 from allranks.observing.progress import ProgressLine
@@ -36,6 +37,7 @@ SPIKES = 10
 """So many are told of in one attempt, where they are only logged."""
 
 Reason = Literal["done", "interrupted", "terminated"]
+EXIT_CODES: Final[Mapping[Reason, int]] = {"done": DONE, "interrupted": INTERRUPTED, "terminated": PREEMPTED}
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,7 @@ class Trainer:
         self._saves.save_last(step)
         if reason == "done" and self._session.config.evaluate.every != 0 and self._evaluated_at != step:
             self._evaluate(step)
+        self._heart.finish(EXIT_CODES[reason])  # who is killed while it brings copies to a mirror has saved all
         self._saves.finish()
         self._heart.enter("end")
         if self._progress is not None:

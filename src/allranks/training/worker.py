@@ -41,7 +41,7 @@ from allranks.training.shortage import explain_shortage
 from allranks.training.snapshot import Contents, kept_schedule
 from allranks.training.starting_point import OPEN_MIRROR, find_starting_point
 from allranks.training.stop import StopRequests
-from allranks.training.trainer import Ending, Trainer
+from allranks.training.trainer import EXIT_CODES, Ending, Trainer
 from allranks.training.without_agent import plan_together, share_run
 from allranks.verdict import Decision
 
@@ -50,7 +50,6 @@ NEEDS_SUPERVISOR = (
     "copies in a host's memory are kept by the command that starts all workers on it: take `allranks train --nproc N`, "
     "without another launcher, or leave the key out (where the run has it: checkpoint.memory_every=none)"
 )
-EXIT_CODES = {"done": 0, "interrupted": 130, "terminated": 75}
 
 
 @dataclass(frozen=True)
@@ -180,6 +179,8 @@ class _Training:
             saves = config.checkpoint
             warn = partial(self._warn, remedy=OPEN_MIRROR)
             mirroring = Mirroring(self._mirror, saves.keep, saves.keep_every, warn)
+            if checkpoint is not None and checkpoint.path.parent == run.checkpoints:
+                mirroring.bring(checkpoint)  # who saved it may have died before it was there
         place = (config.checkpoint, run.checkpoints, run.id, run.attempts)
         saver = Saver(contents, self._processes, *place, self._warn, mirroring)
         if resumed_step > 0 and not lies_in(self._memory, checkpoint):
