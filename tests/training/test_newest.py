@@ -92,9 +92,9 @@ def test_what_is_newest_in_memory_is_taken_and_the_disk_is_not_read(run: Path, m
     memory, read = move_to_memory(run, 4), list[Path]()
     real = newest.newest_good
 
-    def look(directory: Path, run_id: str) -> object:
+    def look(directory: Path, run_id: str, *check: Any) -> object:
         read.append(directory)
-        return real(directory, run_id)
+        return real(directory, run_id, *check)
 
     monkeypatch.setattr(newest, "newest_good", look)
     damage(run, 3)
