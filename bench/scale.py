@@ -24,7 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from allranks.checkpointing.checkpoint import Header
 from allranks.checkpointing.commit import Share, merge
-from allranks.checkpointing.manifest import CHUNK_BYTES, parse_manifest, render_manifest
+from allranks.checkpointing.index_table import IndexTable, encode_parts
+from allranks.checkpointing.manifest import CHUNK_BYTES, Manifest, parse_manifest, render_manifest
+from allranks.checkpointing.tensor_file import Part
 from allranks.config import Config
 from allranks.data.cut import Cut
 from allranks.data.permutation import permute
@@ -146,6 +148,31 @@ def growth(ranks: int, sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
         yield Row(f"{what}: the manifest", "ranks", ranks, None, len(text))
 
 
+def resuming(ranks: tuple[int, ...], tensors: int) -> Iterator[Row]:
+    """What every rank hears of where the others' boxes lie, and takes to find those that it needs."""
+    for number in ranks:
+        told = shares(number, tensors)
+        manifest = merge(Header("scale", 1, "fsdp", 1, 1), told, {}, "2", "scale")
+        parts = [
+            Part(name, dtype, Box(tuple(offset), tuple(extent)), tuple(whole), f"rank-{share.rank}.safetensors", n)
+            for share in told
+            for n, (name, dtype, whole, offset, extent, _) in enumerate(share.tensors)
+        ]
+        rows = encode_parts(parts, manifest)
+        find_parts(manifest, rows)  # what torch does once
+        took = timed(partial(find_parts, manifest, rows))
+        yield Row(
+            f"resuming {tensors} tensors: all ranks' boxes, heard by every rank", "ranks", number, took, len(rows)
+        )
+
+
+def find_parts(manifest: Manifest, rows: bytes) -> None:
+    """What rank 0 reads of each tensor: it is cut as it was."""
+    table = IndexTable(manifest, rows)
+    for name in manifest.tensors:
+        assert len(table.meeting(name, Box((0, 0), (8, 4)))) == 1
+
+
 def start(ranks: tuple[int, ...]) -> Iterator[Row]:
     """What every rank was given, which the first one gathers and compares before the first step."""
     settings = len(json.dumps([Config().flat(), 10**9], default=str))
@@ -232,6 +259,7 @@ def measure(quick: bool) -> list[Row]:
         *journal((10**6, 10**15)),
         *digests((64, 4096) if quick else (64, 4096, 131072)),
         *manifest(ranks, 20 if quick else 200),
+        *resuming(ranks, 20 if quick else 200),
         *growth(64 if quick else 512, GROWTH),
         *meeting((8, 64) if quick else (8, 512, 16384)),
         *mesh(ranks),

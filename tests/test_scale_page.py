@@ -51,6 +51,12 @@ def test_what_the_first_rank_gathers_grows_with_the_ranks(rows: list[dict[str, A
     assert grown == pytest.approx(gathered[-1]["number"] / gathered[0]["number"], rel=0.1)
 
 
+def test_what_a_resume_hears_grows_with_the_ranks(rows: list[dict[str, Any]]) -> None:
+    heard = [row for row in rows if row["part"].startswith("resuming")]
+    assert [row["size_bytes"] for row in heard] == [row["number"] * 20 * (24 + 2 * 16) for row in heard]
+    assert extrapolate(rows)["resume_ranks"] == str(heard[-1]["number"])
+
+
 def test_the_state_of_a_rendezvous_grows_with_the_hosts(rows: list[dict[str, Any]]) -> None:
     met = [row for row in rows if row["part"].startswith("rendezvous")]
     assert met[-1]["size_bytes"] / met[0]["size_bytes"] == pytest.approx(met[-1]["number"] / met[0]["number"], rel=0.3)

@@ -87,6 +87,8 @@ def extrapolate(rows: list[dict[str, Any]]) -> dict[str, str]:
     met = [row for row in rows if row["part"].startswith("rendezvous")]
     most = met[-1] if met else {"number": 0, "size_bytes": 0}
     told = [row for row in rows if row["part"].startswith("digests")]
+    resumed = [row for row in rows if row["part"].startswith("resuming")]
+    boxes = resumed[-1] if resumed else {"number": 0, "size_bytes": 0}
     digest = told[-1] if told else {"number": 0, "size_bytes": 0, "microseconds": 0.0}
     gathered, manifest = (Growth.of(rows, name) for name in ("gathered by the first rank", "the manifest"))
     limit = MANIFEST_BYTES_CAP / manifest.chunk * CHUNK_BYTES
@@ -98,6 +100,8 @@ def extrapolate(rows: list[dict[str, Any]]) -> dict[str, str]:
         "meeting_hosts": f"{most['number']:,}",
         "meeting_bytes": format_bytes(most["size_bytes"]),
         "meeting_rate": format_bytes(2 * most["number"] * most["size_bytes"]),
+        "resume_ranks": f"{boxes['number']:,}",
+        "resume_bytes": format_bytes(boxes["size_bytes"]),
         "digest_ranks": f"{digest['number']:,}",
         "digest_bytes": format_bytes(digest["size_bytes"]),
         "digest_seconds": format_seconds(digest["microseconds"] / 1e6),

@@ -11,7 +11,7 @@ from allranks.checkpointing.checking import check_digests, check_files
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.restore import restore
 from allranks.errors import CheckpointError
-from tests.checkpointing.worlds import blank, flip, parts, save_alone, save_together, whole_tensors
+from tests.checkpointing.worlds import blank, counted_reads, flip, parts, save_alone, save_together, whole_tensors
 from tests.distributed.pool import Pools
 
 
@@ -83,6 +83,29 @@ def test_an_error_on_one_rank_is_everybodys(pool: Pools, tmp_path: Path) -> None
 
     found = pool(2).run(case)
     assert len(set(found)) == 1 and "rank-00001.safetensors: bytes" in found[0]
+
+
+@pytest.mark.distributed
+def test_each_file_is_opened_by_one_rank_alone(pool: Pools, tmp_path: Path) -> None:
+    path = pool(4).run(lambda: save_together(tmp_path).path)[0]
+
+    def case() -> list[str]:
+        with counted_reads() as (opened, _):
+            check_files(Checkpoint.read(path), dist.group.WORLD)
+        return sorted({file.name for file in opened})
+
+    assert pool(2).run(case) == [
+        ["rank-00000.safetensors", "rank-00002.safetensors"],
+        ["rank-00001.safetensors", "rank-00003.safetensors"],
+    ]
+
+
+def test_what_one_process_checks_has_all_its_boxes(tmp_path: Path) -> None:
+    checkpoint = save_alone(tmp_path)
+    tensors = checkpoint.manifest.tensors | {"model.more": checkpoint.manifest.tensors["model.scale"]}
+    more = Checkpoint(checkpoint.path, checkpoint.manifest.model_copy(update={"tensors": tensors}))
+    with pytest.raises(CheckpointError, match=r"'model\.more': 0 of its 1 elements in 0 boxes"):
+        check_files(more)
 
 
 def test_files_whose_digests_lie_are_found_though_their_sha256_is_true(tmp_path: Path) -> None:

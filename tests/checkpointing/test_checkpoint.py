@@ -22,7 +22,7 @@ from allranks.checkpointing.checkpoint import (
     verify_files,
 )
 from allranks.errors import CheckpointError
-from tests.checkpointing.worlds import flip, save_alone
+from tests.checkpointing.worlds import counted_reads, flip, save_alone
 
 DATA = "rank-00000.safetensors"
 
@@ -165,6 +165,9 @@ def test_the_newest_good_one_is_found_and_the_others_are_accounted_for(tmp_path:
     assert "have SHA-256" in skipped[0].reason and isinstance(skipped[1], Skipped)
     quick, skipped = newest_good(tmp_path, "run-a", check=check_sizes)
     assert quick is not None and quick.step == 400 and not skipped
+    with counted_reads() as (opened, read):
+        assert newest_good(tmp_path, "run-a", check=check_sizes) == (quick, [])
+    assert opened == [tmp_path / "step-00000400" / DATA] and not read
     none, skipped = newest_good(tmp_path, "run-b")
     assert none is None and len(skipped) == 4
 
@@ -178,6 +181,19 @@ def test_a_checkpoint_shows_its_step_and_place(tmp_path: Path) -> None:
     checkpoint = save_alone(tmp_path)
     assert repr(checkpoint) == f"<Checkpoint step 200 '{tmp_path / 'step-00000200'}'>"
     assert checkpoint.num_bytes == (checkpoint.path / DATA).stat().st_size
+
+
+def test_one_whose_manifest_alone_is_read_is_what_an_open_one_is(tmp_path: Path) -> None:
+    checkpoint = save_alone(tmp_path)
+    with counted_reads() as (opened, _):
+        assert Checkpoint.read(checkpoint.path, "run-a") == checkpoint
+    assert not opened
+    with pytest.raises(CheckpointError, match="belongs to run 'run-a', not to 'run-b'"):
+        Checkpoint.read(checkpoint.path, "run-b")
+    (checkpoint.path / DATA).unlink()
+    assert Checkpoint.read(checkpoint.path) == checkpoint
+    with pytest.raises(CheckpointError, match=DATA):
+        Checkpoint.open(checkpoint.path)
 
 
 def test_only_the_name_of_its_own_step_is_that_of_a_checkpoint(tmp_path: Path) -> None:

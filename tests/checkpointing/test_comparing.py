@@ -9,7 +9,7 @@ import torch
 from allranks.checkpointing import comparing
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.comparing import TensorDifference, compare
-from tests.checkpointing.worlds import parts, save_alone, whole_tensors
+from tests.checkpointing.worlds import counted_reads, parts, save_alone, whole_tensors
 
 
 def saved(directory: Path, changes: dict[str, torch.Tensor | None] | None = None, **options: Any) -> Checkpoint:
@@ -33,9 +33,24 @@ def first(tmp_path: Path) -> Checkpoint:
 def test_equal_ones_are_equal_without_reading_a_value(
     first: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparing, "read_whole", lambda *_: pytest.fail("read"))
-    found = compare(first, saved(tmp_path / "second"))
+    second = saved(tmp_path / "second")
+    monkeypatch.setattr(comparing, "read_whole", lambda *_, **how: pytest.fail("read"))
+    with counted_reads() as (opened, _):
+        found = compare(first, second)
+    assert not opened
     assert (found.equal, found.num_equal, found.tensors) == (True, 7, ())
+
+
+def test_headers_are_read_once_however_many_tensors_differ(first: Checkpoint, tmp_path: Path) -> None:
+    names = ("model.embedding.weight", "model.layers.0.weight", "model.norm.weight", "model.scale")
+    second = saved(tmp_path / "second", {name: whole_tensors()[name] + 1 for name in names})
+    with counted_reads() as (opened, read):
+        found = compare(first, second)
+    assert [one.name for one in found.tensors] == list(names)
+    for checkpoint in (first, second):
+        file = checkpoint.path / "rank-00000.safetensors"
+        assert opened.count(file) == 1 + len(names), "for the headers, and for each tensor's values"
+        assert read.count((file, 0)) == 1, "the header"
 
 
 def test_one_element_is_found_with_its_place_and_sizes(first: Checkpoint, tmp_path: Path) -> None:

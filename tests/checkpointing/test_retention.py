@@ -9,7 +9,7 @@ from allranks.checkpointing.checkpoint import check_sizes, list_checkpoints
 from allranks.checkpointing.retention import bytes_in, collect_leftovers, prune
 from allranks.errors import CheckpointError
 from tests.checkpointing.test_checkpoint import DATA, names, rewrite
-from tests.checkpointing.worlds import flip, save_alone
+from tests.checkpointing.worlds import counted_reads, flip, save_alone
 
 
 def test_the_newest_good_ones_stay(tmp_path: Path) -> None:
@@ -45,8 +45,9 @@ def test_a_cheaper_check_may_decide_what_counts(tmp_path: Path) -> None:
     for step in (100, 200):
         save_alone(tmp_path, step)
     flip(tmp_path / "step-00000200" / DATA, 8 * 1200)
-    prune(tmp_path, 1, check=check_sizes)
-    assert names(tmp_path) == ["step-00000200"]
+    with counted_reads() as (opened, _):
+        prune(tmp_path, 1, check=check_sizes)
+    assert names(tmp_path) == ["step-00000200"] and opened == [tmp_path / "step-00000200" / DATA]
 
 
 def test_what_dead_writers_left_is_collected_and_a_living_ones_stays(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 import math
 import random
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from allranks.checkpointing.checkpoint import Checkpoint, Header
 from allranks.checkpointing.portion import place_of, portion_of
 from allranks.checkpointing.save import save
 from allranks.checkpointing.stage import Stage
+from allranks.checkpointing.tensor_file import OpenFile
 from allranks.parameter_map import Box, Entry
 
 Pairs = list[tuple[Entry, torch.Tensor]]
@@ -149,3 +153,21 @@ def flip(path: Path, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
+
+
+@contextmanager
+def counted_reads() -> Iterator[tuple[list[Path], list[tuple[Path, int]]]]:
+    """The files that this process opens of any checkpoint inside, and the chunks that it reads: (path, number)."""
+    opened, read = list[Path](), list[tuple[Path, int]]()
+    open_it, read_it = OpenFile.__init__, OpenFile._read
+
+    def opens(self: OpenFile, directory: Path, name: str, record: Any) -> None:
+        opened.append(Path(directory, name))
+        open_it(self, directory, name, record)
+
+    def reads(self: OpenFile, number: int, buffer: bytearray) -> memoryview:
+        read.append((self.path, number))
+        return read_it(self, number, buffer)
+
+    with mock.patch.object(OpenFile, "__init__", opens), mock.patch.object(OpenFile, "_read", reads):
+        yield opened, read

@@ -139,9 +139,9 @@ def damage(run: Path, step: int) -> Path:
     return checkpoint
 
 
-def flip_a_byte(checkpoint: Path) -> None:
-    """Change a byte in the middle of its tensors."""
-    file = next(iter(sorted(checkpoint.glob("*.safetensors"))))
+def flip_a_byte(checkpoint: Path, name: str = "*.safetensors") -> None:
+    """Change a byte in the middle of its tensors, in the first file of that name."""
+    file = next(iter(sorted(checkpoint.glob(name))))
     content = bytearray(file.read_bytes())
     content[-5] ^= 0xFF
     file.write_bytes(content)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.errors import CheckpointError
 from allranks.run import Run
 from allranks.training.newest import newest_of_run
+from tests.checkpointing.worlds import counted_reads
 from tests.training.runs import damage, flip_a_byte, start
 
 # Its names are replaced below, which a type checker would only allow for names that it exports.
@@ -43,6 +45,20 @@ def test_the_newest_is_taken_silently(run: Path) -> None:
     damage(run, 2)
     (run / "checkpoints" / "step-00000003" / "COMMITTED").unlink()
     assert find(run) == (4, []), "older ones do not matter"
+
+
+def test_who_reads_the_files_in_another_way_says_what_is_good(run: Path) -> None:
+    asked = list[int]()
+
+    def check(checkpoint: Checkpoint) -> None:
+        asked.append(checkpoint.step)
+        if checkpoint.step > 2:
+            raise CheckpointError(f"no {checkpoint.step}")
+
+    with counted_reads() as (opened, _):
+        checkpoint, skipped = newest_of_run(run / "checkpoints", Run.open(run).id, check=check)
+    assert checkpoint is not None and checkpoint.step == 2
+    assert (asked, skipped, opened) == ([4, 3, 2], ["no 4", "no 3"], [])
 
 
 def test_newer_ones_that_are_damaged_are_accounted_for(run: Path) -> None:
@@ -92,9 +108,9 @@ def test_what_is_newest_in_memory_is_taken_and_the_disk_is_not_read(run: Path, m
     memory, read = move_to_memory(run, 4), list[Path]()
     real = newest.newest_good
 
-    def look(directory: Path, run_id: str) -> object:
+    def look(directory: Path, run_id: str, *check: Any) -> object:
         read.append(directory)
-        return real(directory, run_id)
+        return real(directory, run_id, *check)
 
     monkeypatch.setattr(newest, "newest_good", look)
     damage(run, 3)

@@ -16,9 +16,10 @@ from allranks.checkpointing.stage import Stage
 from allranks.config import CheckpointConfig
 from allranks.errors import CheckpointError, TaskError
 from allranks.training.saver import Saver
+from tests.checkpointing.worlds import counted_reads
 from tests.distributed.sessions import config_of
 from tests.training.runs import flip_a_byte
-from tests.training.snapshots import contents_of, noting, saver_of
+from tests.training.snapshots import contents_of, find, noting, saver_of
 from tests.training.tasks import Curve
 
 # Their names are replaced below, which a type checker would only allow for names that they export.
@@ -182,6 +183,27 @@ def test_what_this_run_wrote_is_not_read_again_at_every_save(tmp_path: Path, mon
     damaged.write_bytes(damaged.read_bytes()[:-1])
     saver.save(7)
     assert (tmp_path / "step-00000004").exists(), "it stays in the place of the one that lost a byte"
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_a_run_goes_on_from_is_not_read_again(tmp_path: Path, beside: bool) -> None:
+    """Neither because nobody of this attempt has written it, nor as the oldest that stays: the resume has read it."""
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    before = saver_of(session, contents, tmp_path, keep=2)
+    for step in (1, 2):
+        before.save(step)
+    found = find(tmp_path, session)
+    saver = saver_of(session, contents, tmp_path, keep=2, asynchronous=beside)
+    saver.go_on_from(found)
+    assert saver.saved_step == 2
+    with counted_reads() as (_, read):
+        if beside:
+            saver.begin(3, lambda: None).settle()
+            saver.settled(3)
+        else:
+            saver.save(3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    assert not [path for path, _ in read if path.parent == found.path]
 
 
 @pytest.mark.parametrize("beside", [False, True])

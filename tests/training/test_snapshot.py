@@ -1,10 +1,12 @@
 """Everything that matters goes into a checkpoint and comes back, under any layout, and what was written is proven."""
 
 import importlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +14,13 @@ from torch.utils.data import IterableDataset
 
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.errors import CheckpointError
+from allranks.observing import heartbeat
 from allranks.stepping.schedule import Schedule
 from allranks.training.snapshot import find_checkpoint, kept_schedule
+from tests.checkpointing.worlds import counted_reads
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import Parts, config_of, parts_of, processes_of, together
+from tests.training.runs import flip_a_byte
 from tests.training.snapshots import contents_of, find, noting, saver_of, unchanged
 from tests.training.tasks import Curve, Gan, Remembering, Tied, points
 
@@ -64,8 +69,8 @@ def load_wrongly(directory: Path) -> str:
     """In a worker: rank 1's restored tensors are damaged on the way, as by a wrong cut."""
     real = snapshot.restore
 
-    def restore(checkpoint: Checkpoint, parts: Any, *names: Any) -> None:
-        real(checkpoint, parts, *names)
+    def restore(checkpoint: Checkpoint, parts: Any, *names: Any, **how: Any) -> None:
+        real(checkpoint, parts, *names, **how)
         if processes.rank == 1:
             parts[0][1].add_(1)
 
@@ -200,6 +205,86 @@ def test_all_ranks_find_the_same_checkpoint_or_the_same_error(pool: Pools, tmp_p
     (tmp_path / "step-00000001" / "manifest.json").unlink()
     first, second = pool(2).run(find_in_a_world, tmp_path)
     assert first == second and "no good checkpoint" in first
+
+
+def find_and_load(directory: Path) -> tuple[Any, Any, int, str]:
+    """In a worker: what this rank opens and reads to choose, the headers that it reads to load, the step, and what is
+    said of newer ones.
+    """
+    session, contents = contents_of(Curve(width=8), config_of("fsdp", *SMALL), 0)
+    seen = list[int]()
+    with mock.patch.object(heartbeat.Heartbeat, "progress", lambda heart: seen.append(1)):
+        with counted_reads() as chosen:
+            checkpoint, skipped = find_checkpoint(directory, "run", session.processes)
+        assert checkpoint is not None
+        progress = len(seen)
+        assert skipped or progress == len(chosen[1]) - 1 > 0, "each chunk that it reads, but for its header"
+        with (
+            counted_reads() as loaded,
+            mock.patch("allranks.checkpointing.restore.read_index", lambda *_: pytest.fail("all headers are read")),
+        ):
+            contents.load(checkpoint)
+        assert len(seen) > progress
+    return chosen, [chunk for chunk in loaded[1] if chunk[1] == 0], checkpoint.step, "; ".join(skipped)
+
+
+def save_two(directory: Path) -> None:
+    """In a worker: checkpoints of steps 1 and 2."""
+    session, contents = contents_of(Curve(width=8), config_of("dp_shard=4", *SMALL), 1)
+    saver = saver_of(session, contents, directory)
+    for step in (1, 2):
+        saver.save(step)
+        session.processes.barrier()  # as a step between them is one: rank 0 clears up behind each
+
+
+@pytest.mark.distributed
+def test_the_ranks_divide_a_checkpoint_to_see_whether_it_is_good(pool: Pools, tmp_path: Path) -> None:
+    """Rank 0 reads no more of it than others, nobody opens all files, and damage that any finds passes it over."""
+    pool(4).run(save_two, tmp_path)
+    newest = Checkpoint.open(tmp_path / "step-00000002")
+    chunks = [(newest.path / name, at) for name, one in newest.manifest.files.items() for at in range(len(one.chunks))]
+    ranks: list[Any] = pool(4).run(find_and_load, tmp_path)
+    headers = Counter(chunk for chunk in chunks if chunk[1] == 0)
+    assert Counter(chunk for (_, read), *_ in ranks for chunk in read) == Counter(chunks) + headers
+    assert [(step, said) for *_, step, said in ranks] == [(2, "")] * 4
+    assert Counter(chunk for _, read, *_ in ranks for chunk in read) == headers, (
+        "to load it each once more, by one rank"
+    )
+    for (opened, _), *_ in ranks:
+        assert len(set(opened)) <= 3 and len(opened) <= 4, "one for its header, and two that its bytes may lie in"
+    for rank in (3, 0):
+        flip_a_byte(newest.path, f"rank-{rank:05d}.safetensors")
+        (said,) = {(step, said) for *_, step, said in pool(4).run(find_and_load, tmp_path)}
+        assert said[0] == 1 and said[1].startswith(f"{newest.path / f'rank-{rank:05d}.safetensors'}: bytes ")
+    (newest.path / "rank-00002.safetensors").unlink()
+    (said,) = {(step, said) for *_, step, said in pool(4).run(find_and_load, tmp_path)}
+    assert said[0] == 1 and "rank-00002.safetensors: No such file" in said[1]
+    flip_a_byte(tmp_path / "step-00000001", "rank-00001.safetensors")
+    (refused,) = set(pool(2).run(find_in_a_world, tmp_path))
+    assert refused.startswith(f"{tmp_path} holds no good checkpoint: {newest.path}") and "step-00000001" in refused
+
+
+def find_beside_memory(directory: Path, memory: Path) -> list[str]:
+    """In a worker: where the checkpoint lies that was found, and why newer ones are none."""
+    checkpoint, skipped = find_checkpoint(directory, "run", processes_of(config_of("ddp", *SMALL)), memory)
+    return [str(checkpoint and checkpoint.path), *skipped]
+
+
+@pytest.mark.distributed
+def test_a_damaged_copy_in_memory_gives_way_to_the_disk(pool: Pools, tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    for directory, step in ((disk, 1), (memory, 2), (disk, 3)):
+        saver_of(session, contents, directory).save(step)
+    one, two, three = disk / "step-00000001", memory / "step-00000002", disk / "step-00000003"
+    assert pool(2).run(find_beside_memory, disk, memory) == [[str(three)]] * 2
+    flip_a_byte(three)
+    found, other = pool(2).run(find_beside_memory, disk, memory)
+    assert found == other and found[0] == str(two) and [str(three) in reason for reason in found[1:]] == [True]
+    flip_a_byte(two)
+    found, other = pool(2).run(find_beside_memory, disk, memory)
+    assert found == other and found[0] == str(one)
+    assert [str(path) in reason for path, reason in zip((three, two), found[1:], strict=True)] == [True, True]
 
 
 def test_own_checkpoints_only(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from allranks.reporting.report import report
 from allranks.run import Run
 from allranks.training import worker as worker_module
 from allranks.verdict import Decision
+from tests.checkpointing.worlds import counted_reads
 from tests.distributed.pool import Pools
 from tests.training.runs import QUICK, TASKS, damage, events, losses, saved, start, train, train_outside
 
@@ -80,6 +81,15 @@ def test_a_resume_says_where_it_goes_on(tmp_path: Path, capsys: Capture) -> None
     (resumed,) = events(run, "resume")
     assert (resumed["step"], resumed["samples"], resumed["path"]) == (4, 40, "step-00000004")
     assert [event["attempt"] for event in events(run, "start")] == [1, 2]
+
+
+def test_a_resume_reads_what_it_goes_on_from_twice_and_no_save_does(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=2", "checkpoint.every=1", "checkpoint.keep=2") == 0
+    path = run / "checkpoints" / "step-00000002" / "rank-00000.safetensors"
+    with counted_reads() as (_, read):
+        assert train(None, "train.steps=3", resume=run) == 0
+    assert saved(run) == [2, 3] and read.count((path, 1)) == 2, "to see that it is good, and to take it"
 
 
 def test_what_goes_on_otherwise_after_a_resume_is_announced(

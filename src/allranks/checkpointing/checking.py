@@ -7,7 +7,7 @@ Layout.
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -67,8 +67,11 @@ def check_files(
     The files are divided among the group's ranks; without one, this process reads all. Raises as `check_digests`.
     """
     rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    mine = set(list(checkpoint.manifest.files)[rank::world_size])
-    _compare(checkpoint, lambda: _sums(_stored_digests(checkpoint, mine)), group, device)
+    files = dict(list(checkpoint.manifest.files.items())[rank::world_size])
+    mine = replace(checkpoint, manifest=checkpoint.manifest.model_copy(update={"files": files}))
+    if group is None:
+        read_index(checkpoint.path, checkpoint.manifest)  # says what is missing or twice before all of it is read
+    _compare(checkpoint, lambda: _sums(_stored_digests(mine)), group, device)
 
 
 def check_share(directory: Path, header: Header, share: Share) -> None:
@@ -91,10 +94,10 @@ def check_share(directory: Path, header: Header, share: Share) -> None:
         raise CheckpointError(_name_wrong(directory, wrong))
 
 
-def _stored_digests(checkpoint: Checkpoint, files: set[str]) -> Iterator[tuple[str, int]]:
-    index = read_index(checkpoint.path, checkpoint.manifest)
-    mine = (part for parts in index.values() for part in parts if part.file in files)
-    return ((part.name, digest) for part, digest in _digests_in(checkpoint, mine))
+def _stored_digests(checkpoint: Checkpoint) -> Iterator[tuple[str, int]]:
+    """Of every part in its files, which need not make up whole tensors: the sums tell what is missing or twice."""
+    parts = read_parts(checkpoint.path, checkpoint.manifest)
+    return ((part.name, digest) for part, digest in _digests_in(checkpoint, parts))
 
 
 def _digests_in(checkpoint: Checkpoint, parts: Iterable[Part]) -> Iterator[tuple[Part, int]]:

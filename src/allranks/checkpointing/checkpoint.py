@@ -59,7 +59,14 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path | str, run_id: str | None = None) -> "Checkpoint":
-        """Read the manifest, and see that every file is there with its length.
+        """As `read`, and see that every file is there with its length."""
+        checkpoint = cls.read(path, run_id)
+        check_sizes(checkpoint)
+        return checkpoint
+
+    @classmethod
+    def read(cls, path: Path | str, run_id: str | None = None) -> "Checkpoint":
+        """Read the manifest; no other file is looked at.
 
         Raises:
             CheckpointError: no checkpoint, never committed, torn, of another schema, of another run than `run_id`, or
@@ -73,9 +80,7 @@ class Checkpoint:
             )
         if _STEP.fullmatch(path.name) and path.name != step_name(manifest.step):
             raise CheckpointError(f"{path} holds step {manifest.step}, not that of its name; the checkpoint is damaged")
-        checkpoint = cls(path, manifest)
-        check_sizes(checkpoint)
-        return checkpoint
+        return cls(path, manifest)
 
     @property
     def step(self) -> int:
@@ -156,15 +161,15 @@ def verify_files(checkpoint: Checkpoint, num_threads: int = 2) -> None:
 def newest_good(
     directory: Path | str, run_id: str | None = None, check: Callable[[Checkpoint], None] = verify_files
 ) -> tuple[Checkpoint | None, list[Skipped]]:
-    """The newest checkpoint that opens and passes `check`, and the newer ones that do not, newest first.
+    """The newest checkpoint whose manifest is good and that passes `check`, and newer ones that are not, newest first.
 
-    `check` reads every byte by default. `check_sizes` is enough before a `restore`, which checks what it reads. The
-    caller says loudly that something was skipped. None: there is no good one.
+    `check` looks at the files, and reads every byte by default. `check_sizes` is enough before a `restore`, which
+    checks what it reads. The caller says loudly that something was skipped. None: there is no good one.
     """
     skipped = []
     for path in list_checkpoints(directory):
         try:
-            checkpoint = Checkpoint.open(path, run_id)
+            checkpoint = Checkpoint.read(path, run_id)
             check(checkpoint)
         except CheckpointError as error:
             skipped.append(Skipped(path, str(error)))

@@ -4,7 +4,7 @@ Where dtype, shape and digest agree, no value is read: a tensor's digest is the 
 others both are read, one tensor at a time.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, final
@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 
 from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.index import Index, read_index
 from allranks.checkpointing.manifest import TensorRecord, encode_state
 from allranks.checkpointing.restore import read_whole
 
@@ -87,7 +88,8 @@ def compare(first: Checkpoint, second: Checkpoint) -> Comparison:
     """
     ours, theirs = first.manifest, second.manifest
     names = [*ours.tensors, *(name for name in theirs.tensors if name not in ours.tensors)]
-    found = [difference for name in names if (difference := _compare_tensor(first, second, name)) is not None]
+    indexes = _Indexes((first, second))
+    found = [difference for name in names if (difference := _compare_tensor(first, second, name, indexes)) is not None]
     aliases = dict.fromkeys([*ours.aliases, *theirs.aliases])
     pairs = {name: (ours.aliases.get(name), theirs.aliases.get(name)) for name in aliases}
     state, other = dict(_leaves(encode_state(ours.state))), dict(_leaves(encode_state(theirs.state)))
@@ -100,7 +102,21 @@ def compare(first: Checkpoint, second: Checkpoint) -> Comparison:
     )
 
 
-def _compare_tensor(first: Checkpoint, second: Checkpoint, name: str) -> TensorDifference | None:
+class _Indexes:
+    """Where the tensors of two checkpoints lie, read once, and only if values are asked for."""
+
+    def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
+        self._checkpoints = checkpoints
+        self._read = list[Index]()
+
+    def values(self, name: str) -> list[torch.Tensor]:
+        """That tensor of each, whole."""
+        self._read = self._read or [read_index(one.path, one.manifest) for one in self._checkpoints]
+        pairs = zip(self._checkpoints, self._read, strict=True)
+        return [read_whole(one, "", (name,), index=index)[name] for one, index in pairs]
+
+
+def _compare_tensor(first: Checkpoint, second: Checkpoint, name: str, indexes: _Indexes) -> TensorDifference | None:
     ours, theirs = first.manifest.tensors.get(name), second.manifest.tensors.get(name)
     if ours == theirs:
         return None
@@ -109,7 +125,7 @@ def _compare_tensor(first: Checkpoint, second: Checkpoint, name: str) -> TensorD
         return TensorDifference(name, "extra" if ours is None else "missing", *told)
     if ours.shape != theirs.shape:
         return TensorDifference(name, "reshaped", *told)
-    a, b = (read_whole(checkpoint, "", (name,))[name] for checkpoint in (first, second))
+    a, b = indexes.values(name)
     return _compare_values(name, "altered" if ours.dtype == theirs.dtype else "retyped", told, a, b)
 
 

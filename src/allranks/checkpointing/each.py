@@ -42,7 +42,10 @@ class Adapted:
 
 
 def adapt(
-    checkpoint: Checkpoint, parts: Iterable[Pair], everywhere: Callable[[Iterable[str]], set[str]] = set
+    checkpoint: Checkpoint,
+    parts: Iterable[Pair],
+    everywhere: Callable[[Iterable[str]], set[str]] = set,
+    index: Index | None = None,
 ) -> Adapted:
     """Fill those of `parts` (this rank's) that the checkpoint has otherwise, and say what is left.
 
@@ -50,17 +53,17 @@ def adapt(
 
     Args:
         everywhere: names -> those of the other stages of a pipeline, too; called three times on every rank.
+        index: the checkpoint's, where it has been read.
     """
     tensors = checkpoint.manifest.tensors
     fitting, read, begun = list[Pair](), set[str](), set[str]()
-    index: Index | None = None
     for entry, tensor in parts:
         name = entry.name
         source = _source(name, tensors)
         if source == name and tensors[name].shape == entry.shape:
             fitting.append((entry, tensor))
         elif source is not None and _counts(entry, source, tensors[source].shape):
-            index = index or read_index(checkpoint.path, checkpoint.manifest)
+            index = read_index(checkpoint.path, checkpoint.manifest) if index is None else index
             _read(checkpoint, index, source, entry, tensor)
             read.add(source)
         elif name.startswith(OPTIONAL):

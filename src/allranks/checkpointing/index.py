@@ -65,10 +65,19 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
     for part in read_parts(directory, manifest):
         index[part.name].append(part)
     for name, tensor in manifest.tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{directory}: tensor {name!r} is {tensor.dtype}, which this version does not know")
-        check_cover(name, tensor.shape, [part.box for part in index[name]], str(directory))
+        check_tensor(name, tensor, [part.box for part in index[name]], str(directory))
     return index
+
+
+def check_tensor(name: str, tensor: TensorRecord, boxes: Sequence[Box], where: str) -> None:
+    """See that a tensor of the manifest is of a dtype that is known, and that `boxes` make it up.
+
+    Raises:
+        CheckpointError: it is not, or they do not.
+    """
+    if tensor.dtype not in DTYPES:
+        raise CheckpointError(f"{where}: tensor {name!r} is {tensor.dtype}, which this version does not know")
+    check_cover(name, tensor.shape, boxes, where)
 
 
 def read_parts(directory: Path, manifest: Manifest) -> Iterator[Part]:

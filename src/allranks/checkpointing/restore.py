@@ -1,19 +1,21 @@
 """Loading a checkpoint into tensors cut in any way: box by box, each chunk read, hashed and copied once.
 
-A process reads the headers of all files, and of the data only the chunks in which its own boxes lie. A part that lands
+A process reads the headers of all files (or is given what they say: divided.py), and of the data only the chunks in
+which its own boxes lie. A part that lands
 whole in contiguous host memory is copied straight there; any other goes through a buffer of its own size.
 """
 
 import re
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
 
 from allranks.checkpointing.checkpoint import Checkpoint
-from allranks.checkpointing.index import read_index
+from allranks.checkpointing.index import Index, read_index
+from allranks.checkpointing.index_table import IndexTable
 from allranks.checkpointing.parts import Parts, stored_parts
 from allranks.checkpointing.tensor_file import DTYPES, OpenFile, Part
 from allranks.errors import CheckpointError
@@ -40,6 +42,8 @@ def restore(
     parts: Parts,
     names: Collection[str] | None = None,
     num_threads: int = 2,
+    index: Index | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Fill this rank's tensors in place from the checkpoint, whatever Layout wrote it.
 
@@ -50,6 +54,8 @@ def restore(
         parts: this rank's local part of every tensor it holds.
         names: all the tensors the program has, where this rank holds only some of them; otherwise those of `parts`.
         num_threads: that read and hash ahead.
+        index: the checkpoint's, where it has been read; by default this process reads all headers.
+        progress: called after each chunk.
 
     Raises:
         CheckpointError: a tensor is missing, left over, or of another shape or dtype (nothing was copied then), or a
@@ -57,12 +63,22 @@ def restore(
     """
     stored = stored_parts(parts)
     _check_match(checkpoint, [entry for entry, _ in stored], names)
-    index = read_index(checkpoint.path, checkpoint.manifest)
-    fill(checkpoint, ((part, e.box, tensor) for e, tensor in stored for part in index[e.name]), num_threads)
+    index = read_index(checkpoint.path, checkpoint.manifest) if index is None else index
+    jobs = ((part, e.box, tensor) for e, tensor in stored for part in _parts_at(index, e.name, e.box))
+    fill(checkpoint, jobs, num_threads, progress)
+
+
+def _parts_at(index: Index, name: str, box: Box) -> Sequence[Part]:
+    """Those parts of a tensor that `box` may need."""
+    return index.meeting(name, box) if isinstance(index, IndexTable) else index[name]
 
 
 def read_whole(
-    checkpoint: Checkpoint, prefix: str = "model.", names: Collection[str] | None = None, num_threads: int = 2
+    checkpoint: Checkpoint,
+    prefix: str = "model.",
+    names: Collection[str] | None = None,
+    num_threads: int = 2,
+    index: Index | None = None,
 ) -> dict[str, torch.Tensor]:
     """Whole tensors on the host, for one process: those under `prefix`, by their names without it. Tied ones are one.
 
@@ -73,6 +89,7 @@ def read_whole(
         prefix: "" takes everything.
         names: only these, as in the checkpoint, with prefix.
         num_threads: that read and hash ahead.
+        index: the checkpoint's, where it has been read.
 
     Raises:
         CheckpointError: one of `names` is not there, or a file is damaged.
@@ -84,7 +101,8 @@ def read_whole(
         raise CheckpointError(f"{checkpoint.path} has no {_listed(unknown)}")
     wanted = [name for name in owners if name.startswith(prefix) and (names is None or name in names)]
     wanted = [name for name in wanted if names is not None or not is_of_one_rank(name)]
-    index = read_index(checkpoint.path, manifest)  # first: it sees that the bytes for every shape are really there
+    # First: it sees that the bytes for every shape are really there.
+    index = read_index(checkpoint.path, manifest) if index is None else index
     whole = {}
     for name in dict.fromkeys(owners[name] for name in wanted):
         record = manifest.tensors[name]
@@ -159,8 +177,12 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def fill(checkpoint: Checkpoint, jobs: Iterable[Job], num_threads: int = 2) -> None:
+def fill(
+    checkpoint: Checkpoint, jobs: Iterable[Job], num_threads: int = 2, progress: Callable[[], None] = lambda: None
+) -> None:
     """Copy from each part what its tensor, which lies at that box, has in common with it; check nothing but the bytes.
+
+    `progress` is called after each chunk.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -172,11 +194,12 @@ def fill(checkpoint: Checkpoint, jobs: Iterable[Job], num_threads: int = 2) -> N
             by_file.setdefault(part.file, []).append(_Piece(part, common, box, tensor))
     for name, pieces in by_file.items():
         with closing(OpenFile(checkpoint.path, name, checkpoint.manifest.files[name])) as file:
-            _fill_from(file, sorted(pieces, key=lambda piece: piece.start), num_threads)
+            for _ in _fill_from(file, sorted(pieces, key=lambda piece: piece.start), num_threads):
+                progress()
 
 
-def _fill_from(file: OpenFile, pieces: Sequence[_Piece], num_threads: int) -> None:
-    """Hand each chunk, once, to all pieces that need some of it."""
+def _fill_from(file: OpenFile, pieces: Sequence[_Piece], num_threads: int) -> Iterator[None]:
+    """Hand each chunk, once, to all pieces that need some of it, and yield."""
     waiting, under_way = deque(pieces), list[_Piece]()
     for offset, data in file.chunks(file.covering([(piece.start, piece.stop) for piece in pieces]), num_threads):
         while waiting and waiting[0].start < offset + len(data):
@@ -184,6 +207,7 @@ def _fill_from(file: OpenFile, pieces: Sequence[_Piece], num_threads: int) -> No
         for piece in under_way:
             piece.receive(offset, data)
         under_way = [piece for piece in under_way if piece.stop > offset + len(data)]
+        yield
 
 
 def _check_match(checkpoint: Checkpoint, entries: Sequence[Entry], names: Collection[str] | None) -> None:

@@ -49,7 +49,7 @@ def prune(
         leased: stay, however old they are; so does what somebody reads now (reading.py).
         token: of a save that may be under way now; its temporary directory stays.
         generation: the attempt that asks; what a later one writes stays, which may have taken over meanwhile.
-        check: raises CheckpointError for one that does not count; `check_oldest`: of the oldest that stays, if given.
+        check: raises CheckpointError for one whose files are not good; `check_oldest`: of the oldest that stays.
         keep_every: those of every so-many-th step stay as well, for ever; None: none.
 
     Raises:
@@ -65,7 +65,7 @@ def prune(
             old.append(path)
             continue
         with contextlib.suppress(CheckpointError):
-            (check_oldest or check if good == keep - 1 else check)(Checkpoint.open(path, run_id))
+            (check_oldest or check if good == keep - 1 else check)(Checkpoint.read(path, run_id))
             good += 1
     gone, refused = [], []
     for path in old:

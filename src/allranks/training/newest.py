@@ -1,15 +1,18 @@
 """Which checkpoint of a run counts: the newest good one, never silently an older one, and never silently none."""
 
+from collections.abc import Callable
 from pathlib import Path
 
-from allranks.checkpointing.checkpoint import Checkpoint, newest_good
+from allranks.checkpointing.checkpoint import Checkpoint, newest_good, verify_files
 from allranks.checkpointing.reading import COMMITTED_FILE
 from allranks.errors import CheckpointError
 
 NAMED = 3
 
 
-def newest_of_run(directory: Path, run: str, memory: Path | None = None) -> tuple[Checkpoint | None, list[str]]:
+def newest_of_run(
+    directory: Path, run: str, memory: Path | None = None, check: Callable[[Checkpoint], None] = verify_files
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest good checkpoint, and why each newer one is none, newest first; None where there is not even a bad one.
 
     Copies in memory come and go: where all of them are damaged and the disk has none, there is none.
@@ -18,13 +21,14 @@ def newest_of_run(directory: Path, run: str, memory: Path | None = None) -> tupl
         directory: RUN/checkpoints. Nothing in it is read where nothing in it is newer than what memory has.
         run: the run's id.
         memory: where copies lie in the memory of this host; None: nowhere.
+        check: raises CheckpointError for one that is not good; by default it reads every byte.
 
     Raises:
         CheckpointError: there are checkpoints, and all of them are damaged: to begin anew would bury what is left.
     """
-    checkpoint, bad = (None, {}) if memory is None else _look(memory, run)
+    checkpoint, bad = (None, {}) if memory is None else _look(memory, run, check)
     if checkpoint is None or any(_order(path) > _order(checkpoint.path) for path in _named(directory)):
-        saved, damaged = _look(directory, run)
+        saved, damaged = _look(directory, run, check)
         bad |= damaged
         if saved is not None and (checkpoint is None or saved.step > checkpoint.step):
             checkpoint = saved
@@ -40,9 +44,9 @@ def newest_of_run(directory: Path, run: str, memory: Path | None = None) -> tupl
     return checkpoint, [bad[path] for path in newer]
 
 
-def _look(directory: Path, run: str) -> tuple[Checkpoint | None, dict[Path, str]]:
+def _look(directory: Path, run: str, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, dict[Path, str]]:
     """The newest good one of a directory, and why others are none."""
-    checkpoint, skipped = newest_good(directory, run)
+    checkpoint, skipped = newest_good(directory, run, check)
     bad = {skip.path: skip.reason for skip in skipped}
     for path in _named(directory):
         if not (path / COMMITTED_FILE).exists():  # a name is given after it is in there: it was lost since

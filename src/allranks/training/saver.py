@@ -94,6 +94,12 @@ class Saver:
         self._stage, self._newest_bytes = Stage(), 0
         self._hosts: Hosts | None = None
 
+    def go_on_from(self, checkpoint: Checkpoint) -> None:
+        """The run has begun from this one of its directory, of which all ranks together have read every byte."""
+        self.saved_step = checkpoint.step
+        self._good.add(checkpoint.path)
+        self._read.add(checkpoint.path)
+
     def in_memory(self, directory: Path, hosts: Hosts | None = None) -> "Saver":
         """The Saver of the same run into the memory of this host: every `checkpoint.memory_every` steps, and one stays.
 
@@ -259,18 +265,10 @@ class Saver:
         return taken
 
     def _prune(self, keep: int) -> None:
+        checked = partial(prune, check=self._check, check_oldest=self._check_oldest, keep_every=self._config.keep_every)
         try:
             leased = self._mirroring.leased() if self._mirroring is not None else ()
-            prune(
-                self._directory,
-                keep,
-                self._run,
-                generation=self._generation,
-                leased=leased,
-                check=self._check,
-                check_oldest=self._check_oldest,
-                keep_every=self._config.keep_every,
-            )
+            checked(self._directory, keep, self._run, generation=self._generation, leased=leased)
         except (CheckpointError, OSError) as error:
             if not self._warned:
                 self._warn(f"{error}; the run goes on, and tries again at every save")

@@ -10,15 +10,18 @@ import torch.distributed as dist
 
 from allranks.checkpointing.checking import check_digests
 from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.divided import read_index_divided, verify_files_divided
 from allranks.checkpointing.each import adapt
 from allranks.checkpointing.manifest import encode_state
 from allranks.checkpointing.parts import stored_parts
+from allranks.checkpointing.peers import first_word
 from allranks.checkpointing.reading import held
 from allranks.checkpointing.restore import is_of_one_rank, name_of_rank, restore
 from allranks.config import ScheduleConfig
 from allranks.data.resuming import circumstances, compare_circumstances
 from allranks.data.stream import DataStream
 from allranks.errors import CheckpointError, TaskError
+from allranks.observing import heartbeat
 from allranks.parallel.running_statistics import mean_of_ranks
 from allranks.parallel.spread import Spread
 from allranks.parameter_map import EACH, Entry
@@ -143,15 +146,17 @@ class Contents:
             live = ((entry, entry.name.removeprefix("model.")) for entry, _ in parts)
             kept = {entry.name: spread.local(name) for entry, name in live if name in spread.batch_norms.own_names}
             parts = [(entry, kept.get(entry.name, own)) for entry, own in parts if entry.name not in ours]
-        adapted = adapt(checkpoint, stored_parts(parts), self._all_names)
+        world = None if spread.mesh.layout.world_size == 1 else dist.group.WORLD
+        index = read_index_divided(checkpoint, world, spread.device)
+        adapted = adapt(checkpoint, stored_parts(parts), self._all_names, index)
         parts, theirs = adapted.fitting, theirs | adapted.leftover
-        restore(checkpoint, parts, self._all_names(entry.name for entry, _ in parts) | theirs | change.left)
+        names = self._all_names(entry.name for entry, _ in parts) | theirs | change.left
+        restore(checkpoint, parts, names, index=index, progress=heartbeat.current().progress)
         if self.outer is not None:
             self.outer.restored(stored)
         if checkpoint.manifest.layout != str(spread.mesh.layout):
-            group = None if spread.mesh.layout.world_size == 1 else dist.group.WORLD
             unread = change.left | (theirs - set(ours if same else ()))
-            check_digests(checkpoint, parts, group, spread.device, without=unread)
+            check_digests(checkpoint, parts, world, spread.device, without=unread)
         for other in self.beside:
             if other.prefix in change.begins:
                 if self.outer is not None and self.outer.apart:
@@ -215,24 +220,55 @@ def find_checkpoint(
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest good checkpoint of a run, the same on every rank, and why newer ones were passed over; collective.
 
+    Rank 0 chooses by names and manifests; the files of what it has chosen are read by all ranks, each its part. Where
+    one of them finds damage, the choice is made again without that checkpoint.
+
     Args:
         memory: where copies lie in the memory of the one host that all ranks are on; None: nowhere.
 
     Raises:
         CheckpointError: on every rank: there are checkpoints, and all of them are damaged.
     """
-    found: dict[str, Any] = {}
-    if processes.rank == 0:
+    damaged: dict[Path, str] = {}
+    while True:
+        found = processes.share(_choose(directory, run, memory, damaged) if processes.rank == 0 else {})
+        if "error" in found:
+            raise CheckpointError(found["error"])
+        if found["name"] is None:
+            return None, found["skipped"]
+        place = memory if memory is not None and found["copy"] else directory
         try:
-            checkpoint, skipped = newest_of_run(directory, run, memory)
-            found = {"name": None if checkpoint is None else checkpoint.path.name, "skipped": skipped}
-            found["copy"] = checkpoint is not None and checkpoint.path.parent == memory
+            return _open_verified(place / found["name"], run, processes), found["skipped"]
         except CheckpointError as error:
-            found = {"error": str(error)}
-    found = processes.share(found)
-    if "error" in found:
-        raise CheckpointError(found["error"])
-    if found["name"] is None:
-        return None, found["skipped"]
-    place = memory if memory is not None and found["copy"] else directory
-    return Checkpoint.open(place / found["name"], run_id=run), found["skipped"]
+            damaged[place / found["name"]] = str(error)
+
+
+def _choose(directory: Path, run: str, memory: Path | None, damaged: Mapping[Path, str]) -> dict[str, Any]:
+    """For rank 0: the newest that is not known to be damaged (path -> how), for all ranks to hear."""
+
+    def check(checkpoint: Checkpoint) -> None:
+        if checkpoint.path in damaged:
+            raise CheckpointError(damaged[checkpoint.path])
+
+    try:
+        checkpoint, skipped = newest_of_run(directory, run, memory, check)
+    except CheckpointError as error:
+        return {"error": str(error)}
+    copy = checkpoint is not None and checkpoint.path.parent == memory
+    return {"name": None if checkpoint is None else checkpoint.path.name, "skipped": skipped, "copy": copy}
+
+
+def _open_verified(path: Path, run: str, processes: Processes) -> Checkpoint:
+    """The checkpoint there, of which all ranks have read every byte. Raises CheckpointError, on every rank."""
+    checkpoint, wrong = None, ""
+    try:
+        checkpoint = Checkpoint.read(path, run)
+    except CheckpointError as error:
+        wrong = str(error)
+    wrong = first_word(wrong, processes.world_group, processes.device)
+    if checkpoint is None or wrong:
+        raise CheckpointError(wrong)
+    # Nothing beats in a start but what comes further; of a large checkpoint this takes longer than any limit.
+    progress = heartbeat.current().progress
+    verify_files_divided(checkpoint, processes.world_group, processes.device, progress)
+    return checkpoint

@@ -183,8 +183,8 @@ class _Training:
                 mirroring.bring(checkpoint)  # who saved it may have died before it was there
         place = (config.checkpoint, run.checkpoints, run.id, run.attempts)
         saver = Saver(contents, self._processes, *place, self._warn, mirroring)
-        if resumed_step > 0 and not lies_in(self._memory, checkpoint):
-            saver.saved_step = resumed_step
+        if checkpoint is not None and resumed_step > 0 and not lies_in(self._memory, checkpoint):
+            saver.go_on_from(checkpoint)
         memory = None
         if self._memory is not None and config.checkpoint.memory_every is not None:
             refuses = self._assignment.first_attempt in (None, run.attempts)

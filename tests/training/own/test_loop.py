@@ -16,6 +16,7 @@ import allranks
 from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.errors import TaskError
 from allranks.run import Run
+from tests.checkpointing.worlds import counted_reads
 from tests.distributed.pool import Pools
 from tests.training.own.cases import Net, Samples, count, loss_of, refusal, sgd
 
@@ -115,6 +116,32 @@ def test_a_resume_says_that_samples_are_not_what_they_were(
     (before, said), (_, nothing) = pool(2).run(case, second, 2)
     assert before == 4 and "warning" not in nothing, "rank 0 says it, and goes on"
     assert ("] is another sample than when step-00000004 was written, " in said) == (second is Other), said
+
+
+def test_the_ranks_read_what_they_go_on_from_and_no_save_reads_it_again(pool: Pools, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def case(epochs: int) -> tuple[list[Path], list[Path]]:
+        with allranks.join(precision="float64", layout="fsdp", run=str(folder)) as world:
+            with counted_reads() as (at_start, _):
+                model, optimizer, stream = prepared(world, epochs=epochs)
+            with counted_reads() as (later, _):
+                for batch in stream:
+                    train_on(world, model, optimizer, batch)
+                    world.save(every=2)
+                    if stream.step == 6:
+                        break
+        return at_start, later
+
+    pool(2).run(case, 1)
+    path = folder / "checkpoints" / "step-00000004"
+    assert saved(folder) == [2, 4]
+    ranks = pool(2).run(case, 2)
+    assert saved(folder) == [4, 6]
+    for at_start, later in ranks:
+        assert path in {file.parent for file in at_start}
+        # What was resumed from stays, as the oldest: its lengths are looked at, once for each save.
+        assert sum(file.parent == path for file in later) <= 2, later
 
 
 def test_a_finished_run_is_not_done_again(pool: Pools, tmp_path: Path) -> None:

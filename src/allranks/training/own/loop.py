@@ -90,7 +90,8 @@ class OwnLoop:
         if found is not None:
             for decision in contents.load(found):
                 logbook.say(f"warning: {decision}")
-            self.done = saver.saved_step = found.step
+            saver.go_on_from(found)
+            self.done = found.step
             samples = found.manifest.samples
             logbook.write("resume", step=self.done, samples=samples, path=found.path.name)
             logbook.say(f"resumed at step {self.done:,}, sample {samples:,}, from {found.path.name}")
