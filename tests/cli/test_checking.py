@@ -150,7 +150,7 @@ def test_a_model_by_its_sizes_is_rehearsed(tmp_path: Path) -> None:
         ((*sizes, "--seq", "64"), "stands"),
         ((*sizes, "--kv-heads", "2"), "not checked"),
     ):
-        document = json.loads(allranks("plan", *model, *where, "--check").stdout)
+        document = json.loads(allranks("plan", *model, *where, "--check", folder=tmp_path).stdout)
         assert [checked["outcome"] for checked in document["checked"]] == [outcome], document["checked"]
 
 

@@ -206,7 +206,8 @@ def _share_run(
     from allranks.training.prepare import open_run
 
     assert request.hosts is not None
-    wait, decided = prepared.config.guard.join_seconds, ()
+    wait = prepared.config.guard.join_seconds
+    decided: tuple[Decision, ...] = ()
     try:
         path = learn(company.notices, facts, request.hosts.endpoint, wait, company.seek)
         if path is None:
