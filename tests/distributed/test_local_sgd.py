@@ -1,5 +1,6 @@
 """layout.local_sgd: copies that train by themselves are what a plain loop over copies computes (law 4's exceptions)."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from allranks.verifying.reference_replicas import local_loop
 from tests.distributed.matrix_models import update_balance
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import SGD, config_of, initial_model, parts_of, processes_of, session_of, step_through
-from tests.distributed.tasks import IGNORED, Tiny
+from tests.distributed.tasks import IGNORED, Points, Tiny
 from tests.distributed.test_float16_laws import Heavy
 from tests.training.snapshots import contents_of, find, saver_of
 
@@ -257,6 +258,29 @@ def test_copies_skip_a_step_together(pool: Pools) -> None:
         for step in skipped:
             assert all(torch.equal(value, found[step - 1][1][name]) for name, value in found[step][1].items())
     assert alike(ranks, 8)
+
+
+class OneBad(Tiny):
+    """One sample is not finite: only the copy that has it leaves that step out."""
+
+    def dataset(self, split: str) -> Any:
+        return [
+            dict(Points()[index], x=Points()[index]["x"] * (math.nan if index == 5 else 1.0)) for index in range(61)
+        ]
+
+
+def leaving_out(steps: int) -> tuple[list[int], list[bool]]:
+    """In a worker: by step how many copies have left the step before out, and whether the ranks are said to part."""
+    config = config_of("ddp", *BATCH, *SGD, *LOCAL, steps=steps)
+    session = session_of(OneBad(kind="mlp"), config)
+    agreed = [stepped.outcome.pending.read() for stepped in step_through(session, steps)]
+    return [one.skipped for one in agreed], [one.diverged for one in agreed]
+
+
+def test_copies_of_which_one_leaves_a_step_out_are_not_said_to_have_parted(pool: Pools) -> None:
+    for skipped, diverged in pool(2).run(leaving_out, 5):
+        assert sum(skipped) == max(skipped) == 1, "the sample is seen once, by one copy, before the last step"
+        assert not any(diverged)
 
 
 def everything(session: Session) -> dict[str, torch.Tensor]:

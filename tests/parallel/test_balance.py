@@ -61,3 +61,10 @@ def test_what_another_stage_holds_is_left_to_it() -> None:
 
 def test_without_routers_nothing_is_sent() -> None:
     Balances(group=dist.group.WORLD).finish_step()  # there is no process group here
+
+
+def test_what_a_step_that_is_not_made_has_counted_is_forgotten() -> None:
+    here, elsewhere = Counting(), Counting().to("meta")
+    here.get_buffer("tokens_per_expert").fill_(5)
+    find_balances({"": nn.ModuleList([elsewhere, here])}, None).forget()
+    assert here.get_buffer("tokens_per_expert").tolist() == [0, 0, 0] and here.updates == []

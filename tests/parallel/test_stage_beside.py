@@ -66,7 +66,7 @@ def train(task: Sentence, schedule: str, past: bool) -> Any:
         losses = [stepped.loss for stepped in step_through(session, 3)]
     assert session.spread.stages is not None
     scheduler = session.spread.stages.scheduler
-    besides = [view.beside for _, views in scheduler._made.values() for view in views]
+    besides = [view.beside for made in scheduler._made.values() for view in made.views]
     assert all((beside is not None) == past for beside in besides) and besides
     left = sum(len(beside.leaves) for beside in besides if beside is not None)
     masks = sum(into.dtype == torch.bool for into in scheduler.received_into)

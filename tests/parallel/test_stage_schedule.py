@@ -1,5 +1,7 @@
 """The order of forwards and backwards."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -121,15 +123,16 @@ def max_kept(pool: Pools, schedule: str) -> int:
     return int(pool(2).run(count_kept, schedule)[0])
 
 
-def make_step(scheduler: Scheduler, pipeline: Pipeline) -> None:
+def make_step(scheduler: Scheduler, pipeline: Pipeline, rows: int = 2) -> None:
     """In a worker: a step of equal micro-steps, by the schedule."""
 
     def compute(index: int, stage: int, received: Payload) -> Payload:
-        output: Any = pipeline.run(stage, (inputs(index),), received)
+        output: Any = pipeline.run(stage, (inputs(index, rows),), received)
         return tuple(output) if stage < pipeline.last else (output.square().sum(),)
 
-    signature = signature_of((inputs(0),), pipeline.module)
-    scheduler.forward([signature], compute)
+    signature = signature_of((inputs(0, rows),), pipeline.module)
+    if not scheduler.is_known(signature):
+        scheduler.forward([signature], compute)
     scheduler.run([signature] * NUMBER, compute, scheduled=True)
 
 
@@ -141,6 +144,54 @@ def test_what_is_received_into_stays_from_step_to_step(pool: Pools) -> None:
         return [tuple(buffer.shape) for buffer in scheduler.received_into]
 
     assert pool(2).run(case) == [[(2, 3)] * NUMBER] * 2
+
+
+@pytest.mark.parametrize("past", [False, True], ids=["torch's stage", "beside it"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_lengths_that_change_for_ever_take_no_more_memory(pool: Pools, schedule: str, past: bool) -> None:
+    """What is received into stays for the kinds of micro-steps that came last, and one that comes again is right."""
+
+    def case() -> tuple[list[int], int, dict[str, torch.Tensor]]:
+        scheduler, pipeline = made(schedule)
+        received: list[weakref.ref[torch.Tensor]] = []
+        sizes = []
+        gc.disable()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stage_schedule, "KNOWS_GRADIENTS", not past and stage_schedule.KNOWS_GRADIENTS)
+            for rows in (*range(2, 9), 2):
+                pipeline.module.zero_grad()
+                make_step(scheduler, pipeline, rows)
+                received += [weakref.ref(buffer) for buffer in scheduler.received_into]
+                sizes.append(sum(len(buffer) for buffer in scheduler.received_into))
+        alive = {id(buffer) for buffer in (ref() for ref in received) if buffer is not None}
+        gc.enable()
+        kept = {id(buffer) for buffer in scheduler.received_into}
+        named = {name: parameter.grad for name, parameter in pipeline.module.named_parameters()}
+        return sizes, len(alive - kept), {name: gradient for name, gradient in named.items() if gradient is not None}
+
+    whole = model()
+    torch.stack([whole(inputs(index)).square().sum() for index in range(NUMBER)]).sum().backward()
+    for sizes, forgotten, gradients in pool(2).run(case):
+        each = sizes[0] // 2
+        assert sizes[:6] == [each * rows for rows in (2, 5, 9, 14, 18, 22)] and sizes[7] == each * (2 + 6 + 7 + 8)
+        assert forgotten == 0, "nobody else holds them, in no cycle of references either"
+        for name, gradient in gradients.items():
+            expected = whole.get_parameter(name).grad
+            assert expected is not None and torch.allclose(gradient, expected, atol=1e-6), name
+
+
+def test_kinds_that_were_not_seen_for_long_are_made_known_anew(pool: Pools) -> None:
+    def case() -> tuple[list[bool], int]:
+        scheduler, pipeline = made("1f1b")
+        kinds = [signature_of((inputs(0, rows),), pipeline.module) for rows in (2, 3, 4)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stage_schedule, "KINDS", 2)
+            for rows in (2, 3, 2, 4, 2, 3):  # 3 is forgotten when 4 comes, 4 when 3 comes again
+                make_step(scheduler, pipeline, rows)
+        carrier = scheduler.transport
+        return [scheduler.is_known(kind) for kind in kinds], len(carrier.sent) + len(carrier._told | carrier._heard)
+
+    assert pool(2).run(case) == [([True, True, False], 4)] * 2
 
 
 class Turned(nn.Module):
@@ -219,7 +270,7 @@ def test_no_neighbour_can_have_shapes_sent_as_pickles(pool: Pools) -> None:
         scheduler, pipeline = made("1f1b")
         make_step(scheduler, pipeline)
         said: list[str] = []
-        for stage in scheduler._stages:
+        for stage in (stage for made in scheduler._made.values() for stage in made.stages):
             for ask in (stage._recv_meta, stage._send_meta):
                 try:
                     ask(0)

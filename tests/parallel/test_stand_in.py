@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from allranks.errors import LayoutError
+from allranks.parallel import stand_in
 from allranks.parallel.stand_in import StandIns, is_floating, on_meta
 
 
@@ -19,6 +20,16 @@ def test_shapes_and_types_are_those_of_the_module() -> None:
     assert output.shape == (2, 4, 5) and hidden.shape == cell.shape == (1, 4, 5)
     assert not output.any() and output.device.type == "cpu"
     assert made(nn.Linear(3, 5).double(), torch.ones(2, 3).double()).dtype is torch.float64
+
+
+def test_what_was_called_last_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, twin = StandIns(), on_meta(nn.Linear(3, 5))
+    calls: list[int] = []
+    twin.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
+    monkeypatch.setattr(stand_in, "SHAPES", 2)
+    for rows in (1, 2, 1, 3, 1, 2):
+        assert found.make("part", twin, True, (torch.ones(rows, 3),), {}).shape == (rows, 5)
+    assert calls == [1, 2, 3, 2]
 
 
 class Looks(nn.Module):

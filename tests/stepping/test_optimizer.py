@@ -292,3 +292,12 @@ def test_under_fsdp_state_is_cut_as_its_parameter_is(pool: Pools) -> None:
         assert cut.holders == (rank,)
         assert (step.shape, step.box, step.holders) == ((), Box((), ()), (0, 1))
         assert (scalar.shape, scalar.holders) == ((), (0, 1))
+
+
+def test_an_update_that_is_left_out_counts_as_begun() -> None:
+    found = optimizers(lambda: nn.Linear(2, 2))
+    for skipped in (None, torch.ones(()), torch.zeros(())):
+        for parameter in found.parameters(""):
+            parameter.grad = torch.ones_like(parameter)
+        found.update("", skipped)
+    assert found.num_updates == 3

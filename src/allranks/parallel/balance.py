@@ -44,6 +44,12 @@ class Balances:
             self._move()
 
     @torch.no_grad()
+    def forget(self) -> None:
+        """Begin anew without a move: what was counted belongs to a step that is not made."""
+        for router in self._routers:
+            router.get_buffer(COUNTS).zero_()
+
+    @torch.no_grad()
     def _move(self) -> None:
         # Other stages of a pipeline have what has no memory here, and so have all that reduce with this rank.
         routers = [router for router in self._routers if not router.get_buffer(COUNTS).is_meta]

@@ -36,6 +36,20 @@ def check_released(held: Sequence[Any]) -> None:
             raise _refusal(group)
 
 
+def forget_held_back(modules: Iterable[nn.Module]) -> None:
+    """Drop what FSDP2 has summed and not reduced: the step that it belongs to is not made.
+
+    That waits for dp_replicate in a part of its own, or whole where no micro-step but the last reduces anything.
+    """
+    for group in parameter_groups(modules):
+        group._partial_reduce_output = None
+        for parameter in trainable_of(group):
+            parameter.unsharded_accumulated_grad = None
+            whole = getattr(parameter, "_unsharded_param", None)  # there is none before the first forward
+            if whole is not None:
+                whole.grad = None
+
+
 def parameter_groups(modules: Iterable[nn.Module]) -> list[Any]:
     """FSDP2's parameter groups of these modules, one or several a unit, each once."""
     members = [member for module in modules for member in module.modules()]

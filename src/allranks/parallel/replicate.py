@@ -63,6 +63,16 @@ def replicate(module: nn.Module, mesh: Mesh, device: torch.device, *, find_unuse
     )
 
 
+def forget_forward(modules: Iterable[nn.Module]) -> None:
+    """The last forward was one whose backward reduces, and that never comes.
+
+    DDP would reduce in the next one in its place, which need not be the last of its step, and by what this has reached.
+    """
+    for module in modules:
+        if isinstance(module, DistributedDataParallel):
+            module.reducer._reset_state()  # there is no public name; its buckets get their order again
+
+
 def check_finished(modules: Iterable[nn.Module], trainable: Callable[[], Mapping[str, torch.Tensor]]) -> None:
     """After the last backward of a step: DDP has reduced every gradient.
 

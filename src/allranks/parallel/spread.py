@@ -16,14 +16,14 @@ from allranks.parallel.batchnorm import BatchNorms
 from allranks.parallel.context import Context
 from allranks.parallel.ddp_hook import DdpHook
 from allranks.parallel.expert import ExpertGradients
-from allranks.parallel.held_back import check_released, find_held_back
+from allranks.parallel.held_back import check_released, find_held_back, forget_held_back
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.norm import Groups, clip_gradients
 from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
 from allranks.parallel.placement import Placement
 from allranks.parallel.precision import Precision
-from allranks.parallel.replicate import REPLICAS, check_finished, replicate
+from allranks.parallel.replicate import REPLICAS, check_finished, forget_forward, replicate
 from allranks.parallel.shard import reshard_all
 from allranks.parallel.stages import Stages
 from allranks.parallel.whole import shake, shake_part
@@ -186,6 +186,18 @@ class Spread:
         check_released(self._held_back)
         if self.mesh.layout.replicated:
             check_finished(self.modules.values(), self.trainable)
+
+    def forget_gradients(self, *, halfway: bool) -> None:
+        """Drop what the micro-steps of a step that is not made have left.
+
+        Args:
+            halfway: whether the forward of the last one may have been made, without its backward.
+        """
+        if halfway:
+            forget_forward(self.modules.values())
+        for parameter in self.trainable().values():
+            parameter.grad = None
+        forget_held_back(self.modules.values())
 
     def reduce_scalars(self) -> None:
         """Average the gradients of what DDP and FSDP2 leave alone over the ranks; collective.

@@ -7,6 +7,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -34,6 +35,11 @@ CLASSES = {
 KNOWS_GRADIENTS = torch.__version__ >= "2.13.0a0"
 """Whether torch's stage knows what has a gradient and cuts a backward rightly; else it is `stage_beside`'s."""
 
+SCHEDULES = 4
+"""So many schedules stay with the buffers that their stages receive into: those that were used last."""
+KINDS = 1 << 12
+"""So many kinds of micro-steps are known at a time: where lengths change for ever, one of them takes some kB."""
+
 # (micro-step, stage, what the stage received) -> what it sends on, or from the last one (the scaled loss,)
 Compute = Callable[[int, int, Payload], Payload]
 
@@ -56,20 +62,23 @@ class Scheduler:
         self.transport = transport
         self._mesh = mesh
         self._device = device
-        self._made: dict[tuple[int, Signature], tuple[Any, list[View]]] = {}
-        self._stages: list[Any] = []  # torch's, of all schedules made
+        # Both in the order of their last use, which all ranks of a pipeline have alike: so they forget alike.
+        self._made: dict[tuple[int, Signature], _Made] = {}
+        self._kinds: dict[Signature, None] = {}
 
     @property
     def received_into(self) -> list[torch.Tensor]:
         """What torch's stages keep from step to step to receive into."""
-        infos = [info for stage in self._stages for info in (stage.args_recv_info, stage.grad_recv_info)]
+        stages = [stage for made in self._made.values() for stage in made.stages]
+        infos = [info for stage in stages for info in (stage.args_recv_info, stage.grad_recv_info)]
         buffers = [getattr(one, "buffer", None) for info in infos for chunk in info.values() for one in chunk]
-        beside = [view.beside for _, views in self._made.values() for view in views if view.beside is not None]
+        beside = [view.beside for made in self._made.values() for view in made.views if view.beside is not None]
         buffers += [into for one in beside for some in one.arrives.values() for into in some]
         return [buffer for buffer in buffers if isinstance(buffer, torch.Tensor)]
 
     def forward(self, signatures: Sequence[Signature], compute: Compute) -> None:
         """Forwards alone, one micro-step after another; collective along pp."""
+        self._note(signatures)
         for index, signature in enumerate(signatures):
             for stage in self._pipeline.stages:
                 self._forward(index, stage, signature, compute)
@@ -86,6 +95,7 @@ class Scheduler:
             signatures: of each micro-step.
             scheduled: whether they go as the schedule says, which they have to fit and to be known for; else in turn.
         """
+        self._note(signatures)
         if scheduled:
             self._run_scheduled(len(signatures), signatures[0], compute)
         else:
@@ -99,6 +109,20 @@ class Scheduler:
             for beside in (stage, stage + 1)
             if 0 < beside <= self._pipeline.last
         )
+
+    def _note(self, signatures: Sequence[Signature]) -> None:
+        """Micro-steps of these kinds pass now: of the others those go that have not for longest, where there are many.
+
+        One that comes again is new, and made known as the first time.
+        """
+        now = dict.fromkeys(signatures)
+        for kind in now:
+            self._kinds.pop(kind, None)
+        self._kinds |= now
+        while len(self._kinds) > max(KINDS, len(now)):
+            oldest = next(iter(self._kinds))
+            del self._kinds[oldest]
+            self.transport.forget(oldest)
 
     def _forward(self, index: int, stage: int, signature: Signature, compute: Compute) -> tuple[Payload, Payload]:
         received = self.transport.receive_on(stage, signature)
@@ -126,9 +150,11 @@ class Scheduler:
         self.transport.drain()
 
     def _run_scheduled(self, number: int, signature: Signature, compute: Compute) -> None:
-        if (number, signature) not in self._made:
-            self._made[number, signature] = self._make(number, signature)
-        schedule, views = self._made[number, signature]
+        made = self._made.pop((number, signature), None) or self._make(number, signature)
+        self._made[number, signature] = made
+        if len(self._made) > SCHEDULES:
+            self._made.pop(next(iter(self._made))).free()
+        schedule, views = made.schedule, made.views
         for view in views:
             view.compute = compute
         # Every stage looks its micro-step up by number; nothing of the batch travels.
@@ -148,7 +174,7 @@ class Scheduler:
                 if view.beside is not None:
                     view.beside.leaves.clear()
 
-    def _make(self, number: int, signature: Signature) -> tuple[Any, list["View"]]:
+    def _make(self, number: int, signature: Signature) -> "_Made":
         # Here, because it brings torch's compiler along, and half a second that only a pipeline should cost.
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -159,11 +185,10 @@ class Scheduler:
 
         views = {stage: View(self._pipeline, stage, check) for stage in self._pipeline.stages}
         stages = [self._stage(views, stage, signature) for stage in views]
-        self._stages += stages
         kind = get_schedule_class(CLASSES[layout.schedule])
         one_each = layout.num_stages == layout.pp
-        made: Any = kind(stages[0] if one_each else stages, number, loss_fn=_as_loss, scale_grads=False)
-        return made, list(views.values())
+        schedule: Any = kind(stages[0] if one_each else stages, number, loss_fn=_as_loss, scale_grads=False)
+        return _Made(schedule, list(views.values()), stages)
 
     def _stage(self, views: Mapping[int, "View"], stage: int, signature: Signature) -> Any:
         """torch's PipelineStage with the shapes on both sides, so that it need not try them out."""
@@ -236,6 +261,25 @@ class View(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of the stage."""
         return iter(self._pipeline.parameters(self.stage))
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """A schedule of torch's for micro-steps of one kind, with what computes for its stages, and torch's stages."""
+
+    schedule: Any
+    views: list[View]
+    stages: list[Any]
+
+    def free(self) -> None:
+        """Let the memory go that is received into: the stages are in cycles of references, which take their time."""
+        for stage in self.stages:
+            stage.args_recv_info.clear()
+            stage.grad_recv_info.clear()
+        for view in self.views:
+            if view.beside is not None:
+                view.beside.arrives.clear()
 
 
 def _in_order(op: Any) -> Any:

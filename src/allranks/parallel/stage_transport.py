@@ -130,6 +130,13 @@ class Transport:
         self._local[stage, False].popleft()  # the header
         return self.sent[stage, signature]
 
+    def forget(self, signature: Signature) -> None:
+        """What is sent for inputs like these is unknown again: on all ranks of the pipeline, or headers get lost."""
+        for known in ((stage, signature) for stage in range(1, len(self._rank_of))):
+            self.sent.pop(known, None)
+            self._told.discard(known)
+            self._heard.discard(known)
+
     def send_back(self, stage: int, received: Payload) -> None:
         """The gradients of what `stage` had received, to the stage before it."""
         for tensor in received:

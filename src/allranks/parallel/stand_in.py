@@ -12,13 +12,16 @@ from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
 
+SHAPES = 1 << 13
+"""So many calls are remembered, those that came last: where lengths change for ever, one of them takes some kB."""
+
 
 @final
 class StandIns:
     """What has been found of each module and kind of call."""
 
     def __init__(self) -> None:
-        self._shapes: dict[object, Any] = {}
+        self._shapes: dict[object, Any] = {}  # in the order of their last use
 
     def make(self, name: str, twin: nn.Module, training: bool, args: Any, kwargs: Any) -> Any:
         """Zeros in the shape of what a module would return.
@@ -33,7 +36,9 @@ class StandIns:
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = (name, training, spec, *map(_describe, leaves))
-        if key not in self._shapes:
+        if key in self._shapes:
+            self._shapes[key] = self._shapes.pop(key)
+        else:
             on_meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             meta_args, meta_kwargs = pytree.tree_unflatten(on_meta, spec)
             try:
@@ -49,6 +54,8 @@ class StandIns:
                         f"computing it ({type(error).__name__}: {error}): use another layout"
                     ) from error
                 self._shapes[key] = given
+            if len(self._shapes) > SHAPES:
+                del self._shapes[next(iter(self._shapes))]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         return pytree.tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device=device), self._shapes[key])
 

@@ -29,7 +29,8 @@ class Optimizers:
         by_name: the optimizers.
         peaks: of each the learning rate of each group at the top of the schedule.
         entries: id of what an optimizer may hold -> who it is.
-        num_updates: made since the start of this process, by all of them together.
+        num_updates: begun since the start of this process, by all of them together; those that were left out, too:
+            of copies that train by themselves one may leave out what the others make.
         decisions: what was taken for granted of them, with because.
     """
 
@@ -72,6 +73,7 @@ class Optimizers:
 
     def update(self, which: str, skipped: torch.Tensor | None = None) -> None:
         """One update at the present learning rates, then no gradients; collective where the optimizer is sharded."""
+        self.num_updates += 1
         if skipped is not None and self.skips_on_device(which, skipped.device):
             for name in self.named(which):
                 self.by_name[name].found_inf = skipped  # type: ignore[attr-defined]
@@ -79,7 +81,6 @@ class Optimizers:
             for parameter in self.parameters(which):
                 parameter.grad = None
             return
-        self.num_updates += 1
         rows = self._spread.row_shards
         if rows is not None:
             rows.lend(self.parameters(which))

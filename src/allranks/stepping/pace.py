@@ -75,7 +75,7 @@ class Rates(StepSentinel):
 
 
 def pace_of(optimizers: Optimizers, scaler: Scaler | None, *, settings: bool) -> Callable[[StepBatch], str]:
-    """Says where this rank stands in a step, as (first sample, updates before it, settings of the optimizers).
+    """Says where this rank stands in a step, as (first sample, updates begun before it, settings of the optimizers).
 
     Args:
         scaler: whose scale is told where it is at hand.
@@ -84,7 +84,11 @@ def pace_of(optimizers: Optimizers, scaler: Scaler | None, *, settings: bool) ->
     tells_scale = scaler is not None and scaler.scale.device.type == "cpu"
 
     def tell(batch: StepBatch) -> str:
-        found = [f"step {batch.step + 1}", f"sample {batch.position}", f"{optimizers.num_updates} updates before it"]
+        found = [
+            f"step {batch.step + 1}",
+            f"sample {batch.position}",
+            f"{optimizers.num_updates} updates begun before it",
+        ]
         if tells_scale and scaler is not None:
             found.append(f"scale {float(scaler.scale)}")
         return _BETWEEN.join(found + _settings(optimizers) if settings else found)

@@ -14,11 +14,12 @@ from torch import nn
 
 import allranks
 from allranks.checkpointing.checkpoint import list_checkpoints
+from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
 from allranks.run import Run
 from tests.checkpointing.worlds import counted_reads
 from tests.distributed.pool import Pools
-from tests.training.own.cases import Net, Samples, count, loss_of, refusal, sgd
+from tests.training.own.cases import Net, Samples, count, everything, loss_of, refusal, sgd
 
 
 def prepared(world: Any, resume: bool = True, **cutting: Any) -> tuple[nn.Module, Any, Any]:
@@ -63,6 +64,31 @@ def test_a_loop_that_is_left_goes_on_with_the_next_step(pool: Pools, tmp_path: P
     assert losses[0] == losses[1]
     assert [step for step, *_ in losses[0]] == list(range(1, 9))
     assert saved(tmp_path / "True") == [8]
+
+
+def test_what_is_saved_of_a_loop_that_is_left_in_a_step_is_the_step_before(pool: Pools, tmp_path: Path) -> None:
+    def case(folder: str, steps: int) -> tuple[int, dict[str, torch.Tensor]]:
+        with allranks.join(precision="float64", run=folder) as world:
+            seed_all(1)
+            model = world.parallelize(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)))
+            optimizer = world.optimizer(model, sgd)
+            stream = world.stream(Samples(), global_batch=10, micro_steps=2, steps=steps)
+            world.resume(model, optimizer, stream)
+            before = stream.step, everything(world)
+            for index, batch in enumerate(stream):
+                world.backward(model(batch["x"]).square().sum(), targets=len(batch["x"]))
+                if index == 2:  # the first of the second step
+                    break
+                world.step(optimizer)
+            return before
+
+    for name, steps in (("whole", 1), ("left", 3)):
+        pool(2).run(case, str(tmp_path / name), steps)
+        assert saved(tmp_path / name) == [1]
+    whole, found = (pool(2).run(case, str(tmp_path / name), 3) for name in ("whole", "left"))
+    for (step, values), (_, expected) in zip(found, whole, strict=True):
+        assert step == 1 and values.keys() == expected.keys()
+        assert all(torch.equal(values[name], value) for name, value in expected.items())
 
 
 def test_one_stream_has_one_end(pool: Pools, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -216,6 +217,58 @@ def test_batch_statistics_are_those_of_one_device(pool: Pools, tmp_path: Path) -
                 torch.testing.assert_close(found[name], values[name], rtol=1e-11, atol=1e-13)
 
 
+def left(folder: str, layout: str, where: str) -> dict[str, torch.Tensor]:
+    """In a worker: three steps of three micro-batches, of which the first and the last are left once `where` it says.
+
+    The one between them is not finite.
+    """
+    with allranks.join(layout=layout, precision="float64", run=folder) as world:
+        seed_all(3)
+        built = nn.Sequential(nn.Linear(6, 10), nn.Unflatten(1, (5, 2)), nn.BatchNorm1d(5), nn.Tanh(), nn.Flatten())
+        model = world.parallelize(nn.Sequential(built, nn.Linear(10, 3)))
+        optimizer = world.optimizer(model, sgd)
+        stream = world.stream(Samples(), global_batch=5, micro_steps=3, steps=3)  # a rank fills up the third
+        waiting = {0, 2} if where else set()
+        while stream.step < 3:
+            for index, batch in enumerate(stream):
+                leaves = stream.step in waiting and index == (1 if where in ("batch", "backward") else 2)
+                if leaves and where == "batch":
+                    break
+                loss = power(model, batch) * (float("inf") if stream.step == 1 else 1.0)
+                if leaves and where == "forward":
+                    break
+                world.backward(loss, targets=len(batch["x"]))
+                if leaves:
+                    break
+                world.step(optimizer)
+            waiting.discard(stream.step)
+        return everything(world)
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "places"),
+    [
+        ("ddp", 2, ("batch", "forward", "backward", "step")),
+        ("dp_replicate=2,batchnorm=local", 2, ("forward",)),
+        ("dp_shard=2", 2, ("backward",)),
+        ("dp_shard=2,sharding=grad_op", 2, ("forward", "step")),
+        ("dp_replicate=2,sharding=none", 2, ("backward", "step")),
+        ("dp_replicate=2,dp_shard=2", 4, ("backward",)),
+        ("dp_replicate=2,dp_shard=2,sharding=grad_op", 4, ("backward",)),
+    ],
+)
+def test_a_step_that_was_left_leaves_nothing(
+    pool: Pools, tmp_path: Path, layout: str, size: int, places: tuple[str, ...]
+) -> None:
+    """Neither gradients that wait for their reduction, nor running statistics; nor does the first step's guard."""
+    expected = pool(size).run(left, str(tmp_path / "whole"), layout, "")
+    for where in places:
+        for found, whole in zip(pool(size).run(left, str(tmp_path / where), layout, where), expected, strict=True):
+            assert found.keys() == whole.keys()
+            for name, value in whole.items():
+                assert torch.equal(found[name], value), (where, name)
+
+
 def test_a_cut_that_depends_on_the_number_of_ranks_is_refused(pool: Pools, tmp_path: Path) -> None:
     def case() -> str:
         return refusal(lambda: with_statistics(str(tmp_path / "run"), "single", {"micro_batch": 2}))
@@ -245,16 +298,22 @@ def test_a_forward_of_the_users_between_backward_and_step_leaves_nothing_stale(p
     assert losses[0] == losses[1]
 
 
-def own_experts(folder: str, layout: str) -> list[torch.Tensor]:
-    """Three steps over words, and where the routers' biases then stand."""
+def own_experts(folder: str, layout: str, leaves: bool = False) -> list[torch.Tensor]:
+    """Three steps over words, the second of which may be left once, and where the routers' biases then stand."""
     with allranks.join(layout=layout, precision="float64", run=folder) as world:
         torch.manual_seed(0)
         model = world.parallelize(MODELS["moe"]())
         optimizer = world.optimizer(model, sgd)
-        for batch in world.stream(Words(), global_batch=5, micro_steps=3, steps=3):
-            loss = nn.functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="sum")
-            world.backward(loss, targets=count(batch))
-            world.step(optimizer)
+        stream = world.stream(Words(), global_batch=5, micro_steps=3, steps=3)
+        while stream.step < 3:
+            for batch in stream:
+                output = model(batch["x"]).flatten(0, 1)
+                loss = nn.functional.cross_entropy(output, batch["y"].flatten(), reduction="sum")
+                world.backward(loss, targets=count(batch))
+                if leaves and stream.step == 1:
+                    leaves = False
+                    break
+                world.step(optimizer)
         spread = world._ground.models.trained
         return [spread.local(name).clone() for name in spread.map if name.endswith(("router.bias", "norm.weight"))]
 
@@ -267,6 +326,8 @@ def test_experts_balance_in_a_loop_of_ones_own(pool: Pools, tmp_path: Path) -> N
             for value, expected in zip(found, alone, strict=True):
                 if value.shape == expected.shape:
                     torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+    (found,) = pool(1).run(own_experts, str(tmp_path / "left"), "single", True)
+    assert all(map(torch.equal, found, alone)), "tokens of a step that was left count"
 
 
 def averaged(folder: str, layout: str, stop: int = 6) -> tuple[dict[str, torch.Tensor], list[float]]:

@@ -157,6 +157,7 @@ class OwnLoop:
         """The end: what is not yet written or saved is; collective."""
         if self._active is not None:
             self._active.close()
+        self._step.abandon()
         self._save_rest()
 
     def close(self, error: BaseException | None) -> None:

@@ -6,7 +6,7 @@ The same parts as `stepping`: only who calls forward differs, and that the targe
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, final
 
 import torch
@@ -218,10 +218,17 @@ class OwnStep:
         return agreed
 
     def abandon(self) -> None:
-        """Forget a step that was left unfinished, with its gradients."""
-        if not self.between_steps:
-            for parameter in self._models.trained.trainable().values():
-                parameter.grad = None
+        """Forget a step that was left unfinished, with its gradients and what its forwards have learnt."""
+        turn = self._turn
+        if turn is not None and not self.between_steps:
+            spread = self._models.trained
+            with suppress(GeneratorExit), turn.forward:
+                raise GeneratorExit  # it ends as by an error: what its end has the ranks exchange is not wanted
+            spread.forget_gradients(halfway=turn.last and turn.state == "given")
+            assert self._guard is not None
+            self._guard.finish(torch.ones((), device=self._device))
+            spread.balances.forget()  # the guard does not know the counts: they are at zero after every step
+            self._guard = None  # the next one looks anew which buffers a step changes: this one has changed none
         if self._staged is not None:
             self._staged.forget()
         self._turn, self._batch, self.weight = None, None, 1
