@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from allranks.parallel.plain_generators import PlainGenerators
 
@@ -67,7 +68,12 @@ def test_numpy_is_asked_once_while_nothing_draws_from_it(monkeypatch: pytest.Mon
 
     def watched(name: str) -> Any:
         real = getattr(np.random, name)
-        return lambda *given, **named: asked.append(name) or real(*given, **named)
+
+        def call(*given: Any, **named: Any) -> Any:
+            asked.append(name)
+            return real(*given, **named)
+
+        return call
 
     for name in ("get_state", "set_state"):
         monkeypatch.setattr(np.random, name, watched(name))
@@ -84,12 +90,12 @@ def test_numpy_is_asked_once_while_nothing_draws_from_it(monkeypatch: pytest.Mon
 
 
 def test_another_kind_of_generator_is_put_back_too() -> None:
-    own = np.random.get_bit_generator()
+    own = get_bit_generator()
     try:
-        np.random.set_bit_generator(np.random.PCG64(3))
+        set_bit_generator(np.random.PCG64(3))
         kept = PlainGenerators()
         first = draw()
         with kept.put_back():
             assert draw() == first
     finally:
-        np.random.set_bit_generator(own)
+        set_bit_generator(own)

@@ -314,7 +314,7 @@ def test_two_backwards_through_one_graph(policy: str) -> None:
     block = nn.Sequential(Once(), Once(), Once())
     plain = copy.deepcopy(block)
     apply([block], policy)
-    found = []
+    found: list[Any] = []
     for module in (plain, block):
         x = torch.ones(2, 4, requires_grad=True)
         output = module(x).square().sum()
@@ -326,7 +326,7 @@ def test_two_backwards_through_one_graph(policy: str) -> None:
 
 
 def test_every_backward_counts_products_from_the_first_on() -> None:
-    """torch 2.11 asks the policy in the second run, too: with an odd number of products it would take others for kept."""
+    """torch 2.11 asks in the second run, too: after an odd number of products it would take others for kept."""
     first, again = selective()
     policy = first.policy_fn  # type: ignore[attr-defined]
 

@@ -192,7 +192,8 @@ class Dropping(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(x) if self.first else x
         hidden = self.attention(hidden, hidden, hidden, need_weights=False)[0]
-        return self.dropout(hidden if self.first else self.norm(hidden))
+        found: torch.Tensor = self.dropout(hidden if self.first else self.norm(hidden))
+        return found
 
 
 def drawn_again(first: bool, recompute: str) -> list[torch.Tensor]:

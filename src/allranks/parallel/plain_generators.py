@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
+from numpy.random.mtrand import get_bit_generator
 
 # MT19937: 624 words, and where among them it stands. Read only to see whether they are the same as before.
 _BYTES = 625 * 4
@@ -70,7 +71,7 @@ class PlainGenerators:
 
 
 def _words() -> bytes | None:
-    generator: Any = np.random.get_bit_generator()
+    generator: Any = get_bit_generator()
     if type(generator) is not np.random.MT19937:
         return None
     return ctypes.string_at(generator.ctypes.state_address, _BYTES)

@@ -2,7 +2,7 @@
 
 Between its forward and its backward a recomputed block holds its input, its output and what a policy keeps; the
 backward runs the block's forward once more for the rest. Source: "Training Deep Nets with Sublinear Memory Cost" (arXiv
-1604.06174), through torch.utils.checkpoint, which gives the second run torch's generators and the autocast of the first.
+1604.06174), through torch.utils.checkpoint, which gives the second run the first one's autocast and torch's generators.
 """
 
 import functools
