@@ -188,6 +188,16 @@ def test_zeros_where_nothing_was_computed(output: Any) -> None:
         assert not model(x).requires_grad if isinstance(found, torch.Tensor) else True
 
 
+def test_a_loss_may_change_the_output_in_place() -> None:
+    model = Maybe(lambda x: x)
+    give_zeros(model, ["unused"], [])
+    output = model(torch.ones(3, 2))
+    output /= 2
+    output.sum().backward()
+    assert model.used.bias.grad is not None and model.used.bias.grad.tolist() == [1.5, 1.5]
+    assert model.unused.weight.grad is not None and not model.unused.weight.grad.any()
+
+
 def test_what_another_stage_holds_gets_none_here() -> None:
     model = Maybe(lambda x: x)
     model.unused.to_empty(device="meta")

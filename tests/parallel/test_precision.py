@@ -1,6 +1,8 @@
 """What a precision means: parameters, what autocast lowers, what is gathered."""
 
 import platform
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +76,17 @@ def test_outputs_are_float32_before_the_loss() -> None:
     assert isinstance(output, dict)
     assert [part.dtype for part in output.values()] == [torch.float32, torch.int64, torch.float64]
     assert torch.equal(output["logits"], low.float())
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+
+
+def test_outputs_in_a_dataclass_are_float32_too() -> None:
+    output = Output(torch.ones(2, dtype=torch.float16))
+    raised: Any = choose_precision("float16", None, "cpu").cast_output({"first": output})
+    assert raised["first"].logits.dtype is torch.float32
 
 
 def test_without_a_lower_type_nothing_is_touched() -> None:

@@ -40,3 +40,36 @@ def test_a_recomputed_forward_draws_the_same() -> None:
         found.append(torch.rand(2).tolist())
         regions.exit()
     assert found[0] == found[1]
+
+
+def test_a_forward_after_one_that_failed_draws_alike() -> None:
+    found = []
+    for coordinate in (0, 1):
+        torch.manual_seed(3)
+        regions = Regions(coordinate)
+        regions.enter()
+        torch.rand(1)
+        regions.begin()
+        found.append(torch.rand(3).tolist())
+        assert not regions.inside
+    assert found[0] == found[1]
+
+
+def test_a_forward_that_was_seeded_draws_by_its_seed_whatever_was_left_open() -> None:
+    """A recomputed block that opens a region ends in it, and the generator is put back behind it."""
+    torch.manual_seed(4)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(3)
+    regions = Regions(1)
+    state = torch.get_rng_state()
+    regions.enter()
+    torch.set_rng_state(state)
+    before = torch.rand(3).tolist()
+    torch.set_rng_state(state)
+    regions.begin()
+    assert torch.rand(3).tolist() == before
+    torch.manual_seed(3)
+    regions.enter()
+    torch.manual_seed(4)
+    regions.begin()
+    assert torch.rand(3).tolist() == expected and not regions.inside

@@ -1,6 +1,8 @@
 """FSDP2 unit by unit: what is cut, what is gathered when, and what stays."""
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -99,21 +101,39 @@ def test_cut_units_are_not_kept_whole(pool: Pools) -> None:
 class InPlace(nn.Module):
     """Its blocks and its end return views, which its forward and its loss change in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
+        self.kind = kind
         self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
         self.last = nn.Linear(5, 3)
 
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> Any:
         for block in self.blocks:
             x = block(x)  # three dims: a matrix product, seen as three
             x += 1.0
-        return [self.last(x)]
+        return self.kind(self.last(x))
 
 
-def change_in_place(dims: tuple[int, ...]) -> tuple[bool, dict[str, torch.Tensor]]:
+@dataclass
+class Held:
+    """Whose tensor is taken out as that of a list of one."""
+
+    value: torch.Tensor
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield self.value
+
+
+def as_list(value: torch.Tensor) -> list[torch.Tensor]:
+    return [value]
+
+
+KINDS = {"list": as_list, "dataclass": Held}
+
+
+def change_in_place(dims: tuple[int, ...], kind: str) -> tuple[bool, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    module, policy = InPlace(), choose_precision("float32", None, "cpu").fsdp_policy()
+    module, policy = InPlace(KINDS[kind]), choose_precision("float32", None, "cpu").fsdp_policy()
     placer = Placer(torch.device("cpu"), Source())
     shard(module, UNITS, build_mesh(Layout(dp_shard=2), "cpu"), policy, placer)
     (output,) = module(torch.ones(*dims))
@@ -126,13 +146,13 @@ def change_in_place(dims: tuple[int, ...]) -> tuple[bool, dict[str, torch.Tensor
     return output._base is None, found
 
 
-@pytest.mark.parametrize("dims", [(4, 5), (2, 4, 5)])
-def test_what_is_changed_in_place_still_learns(pool: Pools, dims: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("dims", "kind"), [((4, 5), "list"), ((2, 4, 5), "list"), ((2, 4, 5), "dataclass")])
+def test_what_is_changed_in_place_still_learns(pool: Pools, dims: tuple[int, ...], kind: str) -> None:
     torch.manual_seed(0)
-    module = InPlace()
+    module = InPlace(as_list)
     (output,) = module(torch.ones(*dims))
     (output / 2.0).sum().backward()
-    for own_memory, found in pool(2).run(change_in_place, dims):
+    for own_memory, found in pool(2).run(change_in_place, dims, kind):
         assert own_memory
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, msg=name)

@@ -16,6 +16,7 @@ from allranks.stepping.session import Session
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, parts_of, session_of, step_through
 from tests.distributed.tasks import Tiny
+from tests.parallel.spreads import spread
 
 CONFIG = ("train.global_batch=12", "train.max_norm=1", "train.ema=0.9", "optimizer.lr=0.1")
 ONE, ZERO = torch.ones(()), torch.zeros(())
@@ -33,12 +34,26 @@ class Spoiled(Tiny):
 
 
 class Normed(Spoiled):
-    """With running statistics, and a buffer that never changes."""
+    """With running statistics, and buffers that never change, one of them large."""
 
     def model(self) -> nn.Module:
         model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-        model.register_buffer("table", torch.arange(3.0))
+        model.register_buffer("mask", torch.arange(3.0))
+        model.register_buffer("table", torch.arange(20_000.0))
         return model
+
+
+class Late(nn.Module):
+    """Enters its BatchNorm from the second training forward on; it is as wide as a large table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.calls = nn.Linear(5, 20_000), nn.BatchNorm1d(20_000), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        found: torch.Tensor = self.linear(x)
+        return found if self.calls < 2 else found + self.norm(found)
 
 
 def state_of(session: Session) -> dict[str, torch.Tensor]:
@@ -118,15 +133,34 @@ def test_of_several_updates() -> None:
     assert all_of([ONE, ONE]) == ONE and any_of([ZERO, ZERO]) == ZERO
 
 
-def test_only_buffers_that_change_are_kept() -> None:
+def test_a_layer_that_the_first_step_passes_by_is_put_back_too() -> None:
+    found = spread(Late)
+    guard, module = StepGuard(found), found.modules[""]
+
+    def step(x: torch.Tensor) -> torch.Tensor | None:
+        guard.begin()
+        module(x).sum().backward()
+        skipped = guard.judge(found.clip(list(found.trainable().values()), None, None))
+        guard.finish(skipped)
+        for parameter in found.trainable().values():
+            parameter.grad = None
+        return skipped
+
+    assert step(torch.randn(3, 5)) is None and step(torch.randn(3, 5)) is None
+    before = {name: found.local(name).clone() for name in ("norm.running_mean", "norm.num_batches_tracked")}
+    assert step(torch.full((3, 5), math.nan)) == ONE
+    assert all(torch.equal(found.local(name), value) for name, value in before.items())
+
+
+def test_large_tables_that_do_not_change_are_let_go() -> None:
     task = Normed()
     session = session_of(task, config_of("single", *CONFIG))
     buffers = LearntBuffers(session.spread)
-    assert "table" in buffers.names
+    assert {"mask", "table"} < set(buffers.names)
     buffers.keep()
     for _ in step_through(session, 1):
         buffers.keep()
-    assert buffers.names == ("1.running_mean", "1.running_var", "1.num_batches_tracked")
+    assert set(buffers.names) == {"mask", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
     kept = session.spread.local("1.running_mean").clone()
     session.spread.local("1.running_mean").fill_(math.nan)
     buffers.put_back(ZERO)

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -234,6 +235,23 @@ def test_a_lower_precision_widens_the_tolerance_and_the_loss_sees_float32() -> N
     assert kind() == "coupled"
     assert kind(autocast=lambda: torch.autocast("cpu", torch.bfloat16), compute=torch.bfloat16) == "sum"
     assert seen == {torch.float32}
+
+
+def test_in_a_lower_precision_an_output_without_tensors_is_refused() -> None:
+    class Hidden(nn.Linear):
+        def forward(self, value: torch.Tensor) -> Any:
+            return SimpleNamespace(value=super().forward(value))
+
+    Given.given, Given.coupled = staticmethod(lambda output, batch: output.value.square().sum()), False
+    some = samples(NUM_SAMPLES)
+
+    def examine_it(**lower: Any) -> LossNature:
+        count = resolve_targets(Given(), Given().collate(some)).call
+        return examine_loss(Given(), Hidden(3, 4), some, inputs=lambda batch: (batch[0],), targets=count, **lower)
+
+    assert examine_it().kind == "sum"
+    with pytest.raises(TaskError, match="the model returns a SimpleNamespace, in which no tensor is found"):
+        examine_it(autocast=lambda: torch.autocast("cpu", torch.bfloat16), compute=torch.bfloat16)
 
 
 def test_a_frozen_model_is_told() -> None:

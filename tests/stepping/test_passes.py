@@ -166,6 +166,46 @@ def test_buffers_are_kept_unless_told_otherwise() -> None:
         assert (made.calls.item(), made.seen.tolist()) == (expected, [4 * expected] * 2)
 
 
+class Growing(nn.Module):
+    """Two tables that a longer input replaces, of which the checkpoint holds one, and a buffer that is made anew."""
+
+    table: torch.Tensor
+    held: torch.Tensor
+    made: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.length = mlp(), 2
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.register_buffer("held", torch.zeros(2))
+        self.register_buffer("made", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.made = self.made + 1
+        self.held.add_(1)
+        if len(x) > self.length:
+            self.length = len(x)
+            self.table, self.held = torch.zeros(self.length), torch.ones(self.length)
+        found: torch.Tensor = self.inner(x) + self.table[: len(x), None] + self.made.sum()
+        return found
+
+
+def test_a_buffer_that_another_replaces_is_put_back() -> None:
+    made = Growing()
+    found = session(made)
+    made.length, made.table = 2, torch.zeros(2, dtype=torch.float64)
+    before = made.held.clone(), made.made.clone()
+    objects = made.held, made.made
+    with buffers_kept(found.spread, unless=False):
+        output = made(torch.ones(4, 5, dtype=torch.float64, requires_grad=True))
+    assert made.held is objects[0] and made.made is objects[1]
+    assert torch.equal(made.held, before[0]) and torch.equal(made.made, before[1])
+    assert made.length == len(made.table) == 4, "what may be made anew stays as its attributes tell it"
+    output.sum().backward()
+    run(found, batch_of(micro_step_of(given(made), [3, 4, 5, 6, 7], weight=0)))
+    assert made.made is objects[1] and torch.equal(made.made, before[1])
+
+
 class Named(nn.Module):
     """Takes its input by a name, and gives a dict back."""
 

@@ -39,6 +39,10 @@ class LiveTensors(Mapping[str, torch.Tensor]):
         assert buffer is not None, f"the forward took buffer {name} away"
         return buffer
 
+    def place_of(self, name: str) -> tuple[nn.Module, str]:
+        """The module that owns a buffer, and its name there."""
+        return self._buffers[name]
+
     def __iter__(self) -> Iterator[str]:
         yield from self._parameters
         yield from self._buffers

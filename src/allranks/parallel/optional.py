@@ -66,14 +66,13 @@ def check_entered(points: Sequence[str], optional: Sequence[str]) -> None:
             )
 
 
-def give_zeros(module: nn.Module, optional: Sequence[str], blocks: Sequence[str], *, apart: bool = False) -> None:
+def give_zeros(module: nn.Module, optional: Sequence[str], blocks: Sequence[str]) -> None:
     """From now on every backward gives the parameters of `optional` a gradient, of zeros where they were left out.
 
     Call it before the module is sharded: they are whole only inside of the unit that holds them.
 
     Args:
         blocks: what is entered by every forward, and may become a unit.
-        apart: whether outputs need memory of their own: a pipeline detaches in place what it has sent.
     """
     names_of: dict[str, list[str]] = {}
     for name in optional:
@@ -89,15 +88,15 @@ def give_zeros(module: nn.Module, optional: Sequence[str], blocks: Sequence[str]
             for key, p in member._parameters.items()
             if p is not None
         }
-        owner.register_forward_hook(_Touch(list(places.values()), block, apart=apart))
+        owner.register_forward_hook(_Touch(list(places.values()), block))
 
 
 class _Touch:
     """A forward hook: its module's output depends on some parameters, by zero."""
 
-    def __init__(self, places: list[tuple[nn.Module, str]], name: str, *, apart: bool) -> None:
+    def __init__(self, places: list[tuple[nn.Module, str]], name: str) -> None:
         self._places = places
-        self._name, self._apart = name, apart
+        self._name = name
 
     def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -113,8 +112,8 @@ class _Touch:
                 f"hints().optional: {owner} returns no floating-point tensor, on which the gradients of what it leaves "
                 "out could depend"
             )
-        found = _Zeros.apply(leaves[at], *parameters)  # type: ignore[no-untyped-call]
-        leaves[at] = found.clone() if self._apart else found
+        # With memory of its own: to autograd it is a view else, which neither a loss nor a pipeline changes in place.
+        leaves[at] = _Zeros.apply(leaves[at], *parameters).clone()  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(leaves, spec)
 
 

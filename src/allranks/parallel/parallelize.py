@@ -180,7 +180,7 @@ def _find_blocks(
     if optional:
         check_alone(modules, left_out, mesh, norms)
         for which, module in modules.items():
-            give_zeros(module, left_out[which], entered[which], apart=stages is not None)
+            give_zeros(module, left_out[which], entered[which])
         number = sum(map(len, left_out.values()))
         what = f"{number} modules get zero gradients where a forward leaves them out"
         decisions.append(Decision(what, "hints().optional names them"))

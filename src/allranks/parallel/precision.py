@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from allranks.errors import ConfigError
+from allranks.parallel.outputs import map_tensors
 from allranks.verdict import Decision
 
 FLOAT16_TIMES = 19
@@ -60,7 +61,7 @@ class Precision:
         if self.compute is None:
             return output
         low = (torch.bfloat16, torch.float16)
-        return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in low else t, output)
+        return map_tensors(lambda t: t.float() if t.dtype in low else t, output)
 
     def fsdp_policy(self) -> MixedPrecisionPolicy:
         """FSDP2's part: what is gathered is rounded where `gather` says so; gradients keep the parameters' dtype."""

@@ -2,7 +2,7 @@
 
 Between its forward and its backward a recomputed block holds its input, its output and what a policy keeps; the
 backward runs the block's forward once more for the rest. Source: "Training Deep Nets with Sublinear Memory Cost" (arXiv
-1604.06174), through torch.utils.checkpoint, which gives the second run the generators and the autocast of the first.
+1604.06174), through torch.utils.checkpoint, which gives the second run the first one's autocast and torch's generators.
 """
 
 import functools
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from allranks.errors import LayoutError
 from allranks.parallel.module_state import ModuleState
+from allranks.parallel.plain_generators import PlainGenerators
 
 Forward = Callable[..., Any]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -43,9 +44,9 @@ EXPENSIVE = frozenset(
 def recompute(name: str, module: nn.Module, forward: Forward, contexts: Contexts = noop_context_fn) -> Forward:
     """`forward` of `module` so that its backward runs it a second time; without gradients it is just `forward`.
 
-    Gradients are bitwise those of `forward`, which may draw random numbers, count in buffers and set attributes: the
-    second run finds all of it as the first did, and leaves no trace. What `forward` does elsewhere (a file, a global, a
-    list that somebody else holds) happens twice.
+    Gradients are bitwise those of `forward`, which may draw from the global generators of torch, python and numpy,
+    count in buffers and set attributes: the second run finds all of it as the first did, and leaves no trace. What
+    `forward` does elsewhere (a file, a global, a generator or a list that somebody else holds) happens twice.
 
     Args:
         name: of the module, for messages.
@@ -59,8 +60,8 @@ def recompute(name: str, module: nn.Module, forward: Forward, contexts: Contexts
 
 def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of `selective_in_graph`, for any number of backwards through one graph."""
-    first, second = selective_in_graph()
-    return first, _Rewound(second)
+    first, second, seen = _selective()
+    return first, _Rewound(second, seen)
 
 
 def selective_in_graph() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -73,6 +74,12 @@ def selective_in_graph() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
     Source: TorchTitan's policy for single operations (arXiv 2410.06511), which keeps every second product, too.
     """
+    first, second, _ = _selective()
+    return first, second
+
+
+def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any], Counter[bool]]:
+    """The contexts, and how many matrix products the first run (False) and the second (True) have met."""
     seen = Counter[bool]()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -84,7 +91,7 @@ def selective_in_graph() -> tuple[AbstractContextManager[Any], AbstractContextMa
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(policy)
-    return first, second
+    return first, second, seen
 
 
 @final
@@ -104,7 +111,7 @@ class _Recomputed:
         # Flat, because torch keeps tensors and finds devices among positional arguments only.
         leaves, structure = pytree.tree_flatten((args, kwargs))
         versions = [_version(leaf) for leaf in leaves]
-        state = ModuleState(self._name, self._module)
+        state, drawn = ModuleState(self._name, self._module), PlainGenerators()
         given = [(args, kwargs)]
         context = copy_context()
 
@@ -118,7 +125,7 @@ class _Recomputed:
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             first, again = self._contexts()
-            return first, _Again(self._name, state, again)
+            return first, _Again(self._name, state, drawn, again)
 
         output = checkpoint(run, *leaves, *self._told_devices(), use_reentrant=False, context_fn=contexts)
         if [_version(leaf) for leaf in leaves] != versions:
@@ -140,15 +147,18 @@ class _Recomputed:
 class _Again:
     """The context of every run after the first; entered once for each backward through the same graph."""
 
-    def __init__(self, name: str, state: ModuleState, inner: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self, name: str, state: ModuleState, drawn: PlainGenerators, inner: AbstractContextManager[Any]
+    ) -> None:
         self._name = name
-        self._state = state
+        self._state, self._drawn = state, drawn
         self._inner = inner
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
         # Outside of the inner context, which counts every operation.
         self._stack.enter_context(self._state.put_back())
+        self._stack.enter_context(self._drawn.put_back())
         self._stack.enter_context(self._inner)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -164,11 +174,13 @@ class _Again:
 class _Rewound:
     """The context of later runs, each of which finds all that the first has kept: torch forgets what it has given out.
 
+    Each of them counts its matrix products from the first on, in `seen`.
+
     It lives as long as the graph of its block, and lets go of what is kept with it.
     """
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, seen: Counter[bool]) -> None:
+        self._inner, self._seen = inner, seen
         self._kept: dict[Any, Any] | None = None
 
     def __enter__(self) -> None:
@@ -176,6 +188,7 @@ class _Rewound:
         if self._kept is None:
             self._kept = {key: copy(entries) for key, entries in storage.items()}
         storage.update({key: copy(entries) for key, entries in self._kept.items()})
+        del self._seen[True]
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:

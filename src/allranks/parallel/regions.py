@@ -27,22 +27,33 @@ class Regions:
         self._coordinate = coordinate
         self._common = 0
 
+    def begin(self) -> None:
+        """A forward begins, whole: one before it may have failed in a region, or a recomputation have ended in one.
+
+        Who has seeded the generator since then, or put it back, is not overruled.
+        """
+        if self.inside and torch.default_generator.initial_seed() != self._key(self._coordinate + 1):
+            self.inside = False
+        self.exit()
+
     def enter(self) -> None:
         """What follows is cut; nothing where it is already."""
         if not self.inside:
             self.inside = True
             self._common = int(torch.randint(_LARGEST_DRAW, ()))
-            _seed(self._common, self._coordinate + 1)
+            _seed(self._key(self._coordinate + 1))
 
     def exit(self) -> None:
         """What follows is whole again; nothing where it is already."""
         if self.inside:
             self.inside = False
-            _seed(self._common, 0)
+            _seed(self._key(0))
+
+    def _key(self, index: int) -> int:
+        return (self._common ^ (index * _GOLDEN)) & _POSITIVE
 
 
-def _seed(common: int, index: int) -> None:
-    key = (common ^ (index * _GOLDEN)) & _POSITIVE
+def _seed(key: int) -> None:
     torch.default_generator.manual_seed(key)
     if torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)

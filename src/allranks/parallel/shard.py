@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from allranks.parallel.blocks import Unit
 from allranks.parallel.gloo_ops import gather_through_gloo
 from allranks.parallel.initial import Placer
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.outputs import map_tensors
 from allranks.parallel.path import Path
 from allranks.parallel.reaching import follow_reductions
 
@@ -71,9 +71,7 @@ def _give_own_memory(module: nn.Module, arguments: Any, output: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return output
-    return pytree.tree_map_only(
-        torch.Tensor, lambda t: t if t._base is None or not t.requires_grad else t.clone(), output
-    )
+    return map_tensors(lambda t: t if t._base is None or not t.requires_grad else t.clone(), output)
 
 
 def find_scalars(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, ...]:

@@ -1,6 +1,6 @@
 """What `parallelize` returns: the user's modules, spread over the mesh, and who each of their tensors is."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from allranks.parallel.context import Context
 from allranks.parallel.ddp_hook import DdpHook
 from allranks.parallel.expert import ExpertGradients
 from allranks.parallel.held_back import check_released, find_held_back, forget_held_back
+from allranks.parallel.identity import LiveTensors
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.norm import Groups, clip_gradients
 from allranks.parallel.optimizer_shard import RowShards
@@ -61,7 +62,7 @@ class Spread:
     precision: Precision
     device: torch.device
     map: ParameterMap
-    tensors: Mapping[str, torch.Tensor]
+    tensors: LiveTensors
     decisions: tuple[Decision, ...] = ()
     find_unused: bool = False
     path: Path = field(default_factory=Path)

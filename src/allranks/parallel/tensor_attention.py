@@ -97,7 +97,8 @@ def attend_with_heads(
         raise RuntimeError("is_causal says what attn_mask is: give attn_mask too")
     cut = flow.meets_positions(module)
     entered = [flow.enter(given, cut=cut) for given in (query, key, value)]
-    flow.regions.enter()
+    if not cut:  # else the region is open: a recomputed block begins inside of it, and has the generator from there
+        flow.regions.enter()
     batched = query.ndim == _PER_HEAD
     rows = [_batch_first(given, batched, module.batch_first) for given in entered]
     size = dist.get_world_size(flow.group)

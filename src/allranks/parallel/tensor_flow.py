@@ -39,7 +39,7 @@ class Flow:
 
     def begin(self, *_: object) -> None:
         """A forward begins: tensors are whole, whatever became of the one before."""
-        self.regions.exit()
+        self.regions.begin()
         self.ended = False
         self._entered = None
 

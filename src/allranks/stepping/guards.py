@@ -15,6 +15,8 @@ from typing import final
 
 import torch
 
+from allranks.parallel.batchnorm import BATCH_STATISTICS
+from allranks.parallel.module_state import SMALL_BYTES
 from allranks.parallel.spread import Spread
 from allranks.stepping.spikes import SpikeJudge
 
@@ -65,7 +67,8 @@ class StepGuard:
 class LearntBuffers:
     """The buffers that training forwards change, running statistics above all, as they were before the step.
 
-    Which they are shows in the first step: of that one all are kept. Masks and tables never change, and are let go.
+    In the first step all are kept, and from then on those that it has changed, which may be large; statistics, and what
+    is small (`SMALL_BYTES`), for good: a later step may enter a layer that the first one passed by.
     """
 
     def __init__(self, spread: Spread) -> None:
@@ -104,9 +107,15 @@ class LearntBuffers:
                 buffer.copy_(torch.where(skipped.to(buffer.device) > 0, kept, buffer))
 
     def _settle(self) -> None:
-        """Before the second step: let go what the first has left alone. Kernels of BatchNorm count no version."""
+        """Before the second step: let go large tables that the first has left alone. Kernels may count no version."""
         pairs = zip(self._names, self._live(), self._kept, strict=True)
-        self._names = [name for name, live, kept in pairs if not (_alike(live, kept) and torch.equal(live, kept))]
+        self._names = [
+            name
+            for name, live, kept in pairs
+            if live.nbytes <= SMALL_BYTES
+            or isinstance(self._tensors.place_of(name)[0], BATCH_STATISTICS)
+            or not (_alike(live, kept) and torch.equal(live, kept))
+        ]
         self._kept, self._settled = [], True
 
     def _live(self) -> list[torch.Tensor]:

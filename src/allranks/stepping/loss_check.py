@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import AllranksError, TaskError
+from allranks.parallel.outputs import in_float32
 from allranks.stepping.fixed_draws import FixedDraws
 from allranks.stepping.forward_only import REFUSED
 from allranks.stepping.kept_state import KeptState, undisturbed
@@ -106,7 +106,7 @@ def examine_loss(
         output = _call(module, inputs(batch), autocast) if call is None else call(batch)
         if output is None and call is not None:
             return None
-        output = pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype is compute else t, output)
+        output = in_float32(output, compute)
         sizes = {"targets": float(targets(batch)), "samples": float(len(some))}
         if isinstance(output, torch.Tensor):
             sizes["elements of the output"] = float(output.numel())

@@ -219,18 +219,25 @@ def micro_forward(spread: Spread, weight: int) -> Iterator[RanksRows]:
 def buffers_kept(spread: Spread, *, unless: bool, but: Collection[str] = ()) -> Iterator[None]:
     """Put every buffer back to its value afterwards, `unless` told otherwise: for passes that do not count.
 
+    A forward may have put another tensor in its place. What no checkpoint holds stays where it has another shape by
+    then: a table that grows with the sequences, of which an attribute may know the length.
+
     Args:
         but: names of buffers that stay as they are then.
     """
     buffers = (name for name, entry in spread.map.items() if entry.kind == "buffer" and name not in but)
     names = [] if unless else list(buffers)
-    kept = {name: spread.tensors[name].clone() for name in names}
+    kept = [(*spread.tensors.place_of(name), spread.tensors[name], spread.tensors[name].clone()) for name in names]
     try:
         yield
     finally:
-        for name, value in kept.items():
+        for owner, leaf, buffer, value in kept:
+            now = owner._buffers[leaf]
+            if now is not None and now.shape != value.shape and leaf in owner._non_persistent_buffers_set:
+                continue
             # Through .data: the backward that still comes may have saved the buffer, and must not find it changed.
-            spread.tensors[name].data.copy_(value)
+            buffer.data.copy_(value)
+            owner._buffers[leaf] = buffer
 
 
 def _must_settle(spread: Spread) -> bool:

@@ -1,0 +1,101 @@
+"""Python's and numpy's generators are put back to where they were, and only told of anew where they have moved."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+
+from allranks.parallel.plain_generators import PlainGenerators
+
+
+def draw() -> list[float]:
+    """One normal number of numpy's: it makes two, and holds the other back, so that not every draw moves its words."""
+    return [random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(np.random.random())]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    plain, arrays = random.getstate(), np.random.get_state()
+    random.seed(1)
+    np.random.seed(1)
+    yield
+    random.setstate(plain)
+    np.random.set_state(arrays)
+
+
+def test_what_is_drawn_again_is_what_was_drawn_and_leaves_no_trace() -> None:
+    for number in range(4):
+        kept = PlainGenerators()
+        first = draw()
+        expected = draw()
+        random.seed(1 + number)
+        np.random.seed(1 + number)
+        later = PlainGenerators()
+        following = draw()
+        with later.put_back():
+            for _ in range(2):
+                with kept.put_back():
+                    assert draw() + draw() == first + expected
+            with pytest.raises(ZeroDivisionError), kept.put_back():
+                draw()
+                raise ZeroDivisionError
+            assert draw() == following
+        now = draw()
+        with later.put_back():
+            assert draw() + draw() == following + now
+
+
+def test_a_number_held_back_is_seen_though_it_moves_nothing() -> None:
+    np.random.standard_normal()
+    kept = PlainGenerators()
+    held_back = np.random.standard_normal()
+    after = PlainGenerators()
+    following = np.random.standard_normal()
+    with kept.put_back():
+        inside = PlainGenerators()
+        assert np.random.standard_normal() == held_back
+        with inside.put_back():
+            assert np.random.standard_normal() == held_back
+        with after.put_back():
+            assert np.random.standard_normal() == following
+
+
+def test_numpy_is_asked_once_while_nothing_draws_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def watched(name: str) -> Any:
+        real = getattr(np.random, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            asked.append(name)
+            return real(*given, **named)
+
+        return call
+
+    for name in ("get_state", "set_state"):
+        monkeypatch.setattr(np.random, name, watched(name))
+    kept = [PlainGenerators() for _ in range(3)]
+    for one in kept:
+        with one.put_back():
+            random.random()
+    assert asked == ["get_state"]
+    assert len({id(one._plain) for one in kept}) == 1, "the state is held once"
+    np.random.random()
+    with kept[0].put_back():
+        np.random.random(2)
+    assert asked == ["get_state"] * 2 + ["set_state"] * 2
+
+
+def test_another_kind_of_generator_is_put_back_too() -> None:
+    own = get_bit_generator()
+    try:
+        set_bit_generator(np.random.PCG64(3))
+        kept = PlainGenerators()
+        first = draw()
+        with kept.put_back():
+            assert draw() == first
+    finally:
+        set_bit_generator(own)
