@@ -47,7 +47,8 @@ def test_dataclasses_are_copied_and_not_made_anew() -> None:
     inner = Output(LOW, {"all": [LOW, COUNT]}, seed=3)
     vars(inner)["extra"] = "kept"
     output = (Frozen(LOW, inner), Pair(LOW, 3))
-    frozen, pair = in_float32(output, torch.bfloat16)
+    made: Any = in_float32(output, torch.bfloat16)
+    frozen, pair = made
     assert type(frozen) is Frozen and type(pair) is Pair and pair.second == 3
     found = frozen.inner
     assert (found.made, vars(found)["extra"]) == ([3], "kept")

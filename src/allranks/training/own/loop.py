@@ -76,8 +76,7 @@ class OwnLoop:
         """
         if self._saver is not None or self.done or self._active is not None:
             raise TaskError("world.resume() belongs before the loop, once")
-        logbook, processes = self.open(), self._ground.processes
-        run = logbook.run
+        logbook, processes, run = self.open(), self._ground.processes, self.open().run
         found, skipped = find_checkpoint(run.checkpoints, run.id, processes)
         warnings = [f"passed over a newer checkpoint: {reason}" for reason in skipped]
         if found is None and run.attempts > 1:
