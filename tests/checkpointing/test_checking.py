@@ -1,6 +1,7 @@
 """Memory and files against the manifest's digests, by all ranks together."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -123,3 +124,16 @@ def test_files_are_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for batch_bytes in (1, 100, 300):
         monkeypatch.setattr(checking, "_BATCH_BYTES", batch_bytes)
         check_files(checkpoint)
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_that_this_host_does_not_see_yet_is_waited_for(pool: Pools, tmp_path: Path) -> None:
+    """As over NFS: rank 1 sees its name only where it has been asked for."""
+
+    def case() -> list[str]:
+        checkpoint, awaited = save_together(tmp_path), list[str]()
+        with mock.patch.object(checking, "await_name", lambda path: awaited.append(path.name)):
+            check_files(checkpoint, dist.group.WORLD)
+        return awaited
+
+    assert pool(2).run(case) == [[], ["step-00000200"]]

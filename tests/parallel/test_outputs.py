@@ -39,7 +39,8 @@ class Named(OrderedDict[str, Any]):
         self[name] = value
 
     def __reduce__(self) -> Any:
-        made, _, *more = super().__reduce__()
+        reduced: Any = super().__reduce__()
+        made, _, *more = reduced
         return made, tuple(self.values()), *more
 
 
@@ -47,8 +48,7 @@ def test_dataclasses_are_copied_and_not_made_anew() -> None:
     inner = Output(LOW, {"all": [LOW, COUNT]}, seed=3)
     vars(inner)["extra"] = "kept"
     output = (Frozen(LOW, inner), Pair(LOW, 3))
-    made: Any = in_float32(output, torch.bfloat16)
-    frozen, pair = made
+    frozen, pair = in_float32(output, torch.bfloat16)
     assert type(frozen) is Frozen and type(pair) is Pair and pair.second == 3
     found = frozen.inner
     assert (found.made, vars(found)["extra"]) == ([3], "kept")

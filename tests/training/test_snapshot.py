@@ -237,6 +237,21 @@ def save_two(directory: Path) -> None:
         session.processes.barrier()  # as a step between them is one: rank 0 clears up behind each
 
 
+def find_noting(directory: Path) -> list[str]:
+    """In a worker: the names that this rank has waited for."""
+    awaited: list[str] = []
+    with mock.patch("allranks.training.snapshot.await_name", lambda path: awaited.append(path.name)):
+        find_checkpoint(directory, "run", processes_of(config_of("ddp", *SMALL)))
+    return awaited
+
+
+@pytest.mark.distributed
+def test_what_rank_0_has_chosen_is_waited_for_by_the_others(pool: Pools, tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    saver_of(session, contents, tmp_path).save(1)
+    assert pool(2).run(find_noting, tmp_path) == [[], ["step-00000001"]]
+
+
 @pytest.mark.distributed
 def test_the_ranks_divide_a_checkpoint_to_see_whether_it_is_good(pool: Pools, tmp_path: Path) -> None:
     """Rank 0 reads no more of it than others, nobody opens all files, and damage that any finds passes it over."""

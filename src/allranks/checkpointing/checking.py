@@ -17,6 +17,7 @@ from allranks.checkpointing.checkpoint import Checkpoint, Header
 from allranks.checkpointing.commit import Share, explain
 from allranks.checkpointing.exchange import broadcast_bytes, gather_bytes
 from allranks.checkpointing.index import read_index, read_parts
+from allranks.checkpointing.looking_again import await_name
 from allranks.checkpointing.manifest import FileRecord, Manifest, TensorRecord
 from allranks.checkpointing.parts import Parts, stored_parts, tensor_digest
 from allranks.checkpointing.restore import fill
@@ -71,6 +72,8 @@ def check_files(
     mine = replace(checkpoint, manifest=checkpoint.manifest.model_copy(update={"files": files}))
     if group is None:
         read_index(checkpoint.path, checkpoint.manifest)  # says what is missing or twice before all of it is read
+    elif rank:
+        await_name(checkpoint.path)  # which another rank has given
     _compare(checkpoint, lambda: _sums(_stored_digests(mine)), group, device)
 
 

@@ -12,6 +12,7 @@ from allranks.checkpointing.checking import check_digests
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.divided import read_index_divided, verify_files_divided
 from allranks.checkpointing.each import adapt
+from allranks.checkpointing.looking_again import await_name
 from allranks.checkpointing.manifest import encode_state
 from allranks.checkpointing.parts import stored_parts
 from allranks.checkpointing.peers import first_word
@@ -261,6 +262,8 @@ def _choose(directory: Path, run: str, memory: Path | None, damaged: Mapping[Pat
 def _open_verified(path: Path, run: str, processes: Processes) -> Checkpoint:
     """The checkpoint there, of which all ranks have read every byte. Raises CheckpointError, on every rank."""
     checkpoint, wrong = None, ""
+    if processes.rank:
+        await_name(path)  # rank 0 has seen it
     try:
         checkpoint = Checkpoint.read(path, run)
     except CheckpointError as error:
