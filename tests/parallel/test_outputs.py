@@ -39,9 +39,9 @@ class Named(OrderedDict[str, Any]):
         self[name] = value
 
     def __reduce__(self) -> Any:
-        reduced: Any = super().__reduce__()
-        made, _, *more = reduced
-        return made, tuple(self.values()), *more
+        told: Any = super().__reduce__()
+        made, _, *more = told
+        return (made, tuple(self.values()), *more)
 
 
 def test_dataclasses_are_copied_and_not_made_anew() -> None:
