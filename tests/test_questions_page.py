@@ -13,8 +13,11 @@ TEXT = (ROOT / "docs" / "explanation" / "questions.md").read_text()
 # What begins a command on the page -> (words of the page, the same in what the command prints), pair by pair.
 FIGURES: dict[str, tuple[tuple[str, str], ...]] = {
     "allranks plan llama3-8b --cluster 4x8:a100-80g@25g": (
-        ("`hsdp` ahead at 25 Gbit/s a device (2.4 s a step", r"hsdp alone +2\.4 s .*\n +fits"),
-        ("against 2.8 s)", r"fsdp alone +2\.8 s "),
+        (
+            "`hsdp` ahead at 25 Gbit/s a device (9.8 s a step",
+            r"^FITS: dp_replicate=4,dp_shard=8,(.|\n)*hsdp alone +9\.8 s ",
+        ),
+        ("against 10.2 s)", r"fsdp alone +10\.2 s "),
     ),
     "allranks plan llama3-8b --cluster 4:a100-40g": (
         ("it finds `tp=4,recompute=selective`", r"FITS: tp=4,recompute=selective,"),
@@ -50,7 +53,16 @@ def test_a_command_prints_what_the_page_says_of_it(begins: str, capsys: pytest.C
 
 def test_faster_links_turn_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = re.findall(r"^allranks plan llama3-8b --cluster 4x8:a100-80g@25g.*$", TEXT, re.MULTILINE)
-    assert "`fsdp` at 100 Gbit/s (2.2 s against 2.3 s; `@ethernet100` in place of `@25g`)" in TEXT
+    assert "`fsdp` at 100 Gbit/s (9.0 s against 9.2 s; `@ethernet100` in place of `@25g`)" in TEXT
     assert main(shlex.split(line.replace("@25g", "@ethernet100"))[1:]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"fsdp alone +2\.2 s ", printed) and re.search(r"hsdp alone +2\.3 s ", printed)
+    assert re.search(r"fsdp alone +9\.0 s ", printed) and re.search(r"hsdp alone +9\.2 s ", printed)
+
+
+@pytest.mark.parametrize("fabric", ["@25g", "@ethernet100"])
+def test_a_smaller_batch_turns_it_too(fabric: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = re.findall(r"^allranks plan llama3-8b --cluster 4x8:a100-80g@25g.*$", TEXT, re.MULTILINE)
+    assert "with 64 samples `fsdp` leads at both" in TEXT
+    words = line.replace("@25g", fabric).replace("--global-batch 256", "--global-batch 64")
+    assert main(shlex.split(words)[1:]) == 0
+    assert re.search(r"^FITS: dp_shard=32,", capsys.readouterr().out, re.MULTILINE)
