@@ -21,7 +21,8 @@ SURFACE = {
     "allranks verify": "ARGUMENTS... --help --json --layout --nproc --steps",
     "allranks chaos": "ARGUMENTS... --help --json --kills --layout --nproc --points --run --run-dir --seed",
     "allranks dryrun": (
-        "ARGUMENTS... --cluster --full-trace --help --json --layout --ranks --remedies --svg --timeline --trace"
+        "ARGUMENTS... --cluster --experts --ffn --full-trace --heads --help --hidden --json --kv-heads --layers "
+        "--layout --ranks --remedies --svg --timeline --top-k --trace --vocab"
     ),
     "allranks simulate": (
         "ARGUMENTS... --cluster --days --detect --elastic --every --failures --global-batch --help --html --json "
