@@ -68,11 +68,21 @@ def test_sizes_alone_are_a_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"kv_heads": 2}, {"experts": 4, "top_k": 2}], ids=["shared keys", "experts of two matrices"]
+    "changes",
+    [{"kv_heads": 2}, {"experts": 4, "top_k": 2}],
+    ids=["shared keys", "experts of two matrices"],
 )
 def test_what_no_module_has_is_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"shape can be planned and not rehearsed: .* give a Task"):
         Named(name="", layers=2, hidden=64, heads=4, **changes).model()
+
+
+def test_rotary_heads_of_an_odd_width_are_refused_before_a_module_is(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"intermediate_size": 96, "vocab_size": 100, "head_dim": 15}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="heads of an even width"):
+        Named(name=str(tmp_path / "config.json")).model()
 
 
 def test_settings_change_the_shape() -> None:

@@ -105,7 +105,7 @@ def _kind(shape: ModelShape) -> type[GPT | MoETransformer | Transformer]:
     """The class of allranks.models that has this shape. Raises ConfigError where none has."""
     plain = shape.causal and not (shape.dropout or shape.kv_rank)
     plain = plain and not shape.shared_ffn and not shape.dense_layers and shape.every == 1
-    if plain and shape.gated and shape.positions == "rotary" and not shape.bias:
+    if plain and shape.gated and shape.positions == "rotary" and not shape.bias and not shape.dim % 2:
         return MoETransformer if shape.experts else Transformer
     first = not shape.gated and shape.positions == "learned" and shape.bias  # as GPT-2's
     own = shape.num_kv_heads == shape.heads and shape.dim * shape.heads == shape.hidden
@@ -113,6 +113,6 @@ def _kind(shape: ModelShape) -> type[GPT | MoETransformer | Transformer]:
         return GPT
     raise ConfigError(
         f"{shape.name} can be planned and not rehearsed: no module of allranks.models has its shape, which is neither "
-        "Llama's or Mixtral's (rotary positions, a gated feed-forward or experts, no biases) nor GPT-2's; give a Task "
-        "with your own module"
+        "Llama's or Mixtral's (rotary positions in heads of an even width, a gated feed-forward or experts, no biases) "
+        "nor GPT-2's; give a Task with your own module"
     )
