@@ -102,6 +102,16 @@ def test_a_group_without_order_accuses_nobody() -> None:
     assert what == f"{MESSAGE} of group mesh_x: ranks 0, 3, 8, all that this log has, alike"
 
 
+@pytest.mark.parametrize("seen", [((0, 0), (4, 2)), ((0, 0), (4, 2), (5, 3)), ((0, 0), (4, 2), (8, 4))])
+def test_a_spacing_that_two_members_or_no_neighbours_tell_is_none(seen: tuple[tuple[int, int], ...]) -> None:
+    """Of a group 0, 1, 4, 5, 8, 9, place 1 is missing, which is rank 1; a line through those seen leads to rank 2."""
+    what, move = said(*(lines(rank, place, "7(mesh_x)") for rank, place in seen))
+    assert "did not come" not in what and what.endswith("all that this log has, alike")
+    assert "rank 1 " not in move and "rank 2" not in move
+    job = Job(10, frozenset(range(10)))
+    assert "did not come" not in said(*(lines(rank, place, "7(mesh_x)") for rank, place in seen), job=job)[0]
+
+
 def test_one_rank_alone_says_no_more_than_its_line() -> None:
     assert compare(read(lines(3, group=WHOLE)).newest()) is None
     assert compare([]) is None and compare(read(["[rank1] Watchdog is well\n"]).newest()) is None

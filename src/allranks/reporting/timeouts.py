@@ -13,6 +13,7 @@ No line says how many ranks a group or the job has: who is missing behind the la
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import final
 
 from allranks.reporting.signatures import E1
@@ -161,10 +162,20 @@ def _spacing(group: Sequence[Timeout]) -> tuple[int, int] | None:
     return (start, step) if fits else None
 
 
+def _is_regular(group: Sequence[Timeout]) -> bool:
+    """Whether the spacing is more than a guess: two members fit any line, and 0, 4 and 8 one of 0, 1, 4, 5, 8 and 9.
+
+    So a part of the job's ranks needs three, of which two are neighbours.
+    """
+    if group[0].group.whole or not group[0].group.name:
+        return True
+    return len(group) > 2 and any(after.place - before.place == 1 for before, after in pairwise(group))
+
+
 def _missing(group: Sequence[Timeout], job: Job | None) -> set[int]:
     """Ranks that belong to the group and are not seen in it: between those that are, or, where a Run tells, at all."""
     spacing = _spacing(group)
-    if spacing is None:
+    if spacing is None or not _is_regular(group):
         return set()
     start, step = spacing
     places = range(group[0].place, group[-1].place + 1)
