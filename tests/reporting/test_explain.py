@@ -10,6 +10,7 @@ from allranks.errors import ConfigError, RunError
 from allranks.failure import Failure
 from allranks.reporting.explain import GENERAL, MAX_LINE, explain, explain_log, explain_silence
 from allranks.run import Run
+from allranks.verdict import Verdict
 from tests.reporting.test_signatures import LINES
 
 
@@ -58,23 +59,67 @@ def test_timeouts_of_several_ranks_are_compared(tmp_path: Path, lines: list[str]
     assert found.kind == "E1" and what in found.what and next in found.next
 
 
-def test_the_timeouts_of_a_run_are_compared_over_its_logs(run: Run) -> None:
-    """A Run knows how many ranks it has: here the last one is missing, which no log of the others tells."""
-    start = {"t": 3.0, "event": "start", "attempt": 1, "world_size": 4}
-    run.journal().write_text(json.dumps(start) + "\n")
+def begin(run: Run, rank: int, log_bytes: int | None, reason: str = "") -> None:
+    """What a worker of four writes as it begins and, where it comes so far, as it ends."""
+    start = {"t": 3.0, "event": "start", "attempt": run.attempts, "world_size": 4, "log_bytes": log_bytes}
+    end = {"t": 4.0, "event": "end", "reason": reason}
+    with run.journal(rank).open("a") as journal:
+        journal.write("".join(json.dumps(line) + "\n" for line in ([start, end] if reason else [start])))
+
+
+def wait(run: Run, rank: int, seq: int) -> None:
+    named = f"[rank{rank}]: [PG ID 0 PG GUID 0(default_pg) Rank {rank}]  failure detected by watchdog at work "
+    with run.log(rank).open("a") as log:
+        log.write(timeout(rank, seq) + f"{named}sequence id: {seq} PG status: last enqueued work: {seq}\n")
+
+
+def of_timeouts(run: Run) -> Verdict:
+    (found,) = (one for one in explain(run.path) if one.kind == "E1")
+    return found
+
+
+def test_the_timeouts_of_a_runs_newest_attempt_are_compared_over_its_logs(run: Run) -> None:
+    """A Run knows how many ranks it has, and where the newest attempt begins in each log."""
+    run.begin_attempt()
+    for rank in range(4):
+        run.log(rank).write_text("step 1\r\nstep 2\rstep 3\n")
+        begin(run, rank, 0)
+    for rank in (1, 2, 3):
+        wait(run, rank, 41)
+    assert of_timeouts(run).what.endswith("ranks 1 to 3 alike; the logs here have no such wait of rank 0")
+    sizes = [run.log(rank).stat().st_size for rank in range(4)]
+    run.begin_attempt()
+    for rank in range(4):
+        begin(run, rank, sizes[rank])
     for rank in (1, 2):
-        named = f"[rank{rank}]: [PG ID 0 PG GUID 0(default_pg) Rank {rank}]  failure detected by watchdog at work "
-        run.log(rank).write_text(timeout(rank) + f"{named}sequence id: 41 PG status: last enqueued work: 41\n")
-        told = "was ended by NCCL's watchdog: WorkNCCL(SeqNum=41) waited in vain for 600 s"
-        Failure(rank, "h", 5, 2.0, 76, told, signal="SIGABRT", consequence=True).write(run.log().parent)
-    run.log(0).write_text("step 1\n")
-    run.log(3).write_text(timeout(3, 7))  # of an attempt before: it has no record of a failure
-    (found,) = (one for one in explain(run.path) if one.kind == "E1")
-    assert found.what == "NCCL waited in vain in ALLREDUCE (number 41, 4096 values): rank 3 did not come"
-    run.log(3).unlink()
-    (found,) = (one for one in explain(run.path) if one.kind == "E1")
-    assert found.what.endswith("ranks 1, 2 alike; the logs here have no such wait of ranks 0, 3")
+        wait(run, rank, 7)
+    found = of_timeouts(run)
+    assert found.what.endswith(
+        "(number 7, 4096 values): ranks 1, 2 alike; the logs here have no such wait of ranks 0, 3"
+    )
     assert found.next.startswith("look first at what ranks 0, 3 last did (rank 0 prints to the terminal)")
+    assert found.evidence[0].startswith(f"{run.log(1)}:6: ") and found.evidence[1:] == (), "in the whole log"
+    begin(run, 3, sizes[3], "done")
+    assert of_timeouts(run).what == "NCCL waited in vain in ALLREDUCE (number 7, 4096 values): rank 3 did not come"
+
+
+def test_where_nobody_knows_which_attempt_a_log_is_of_its_timeouts_are_not_compared(run: Run) -> None:
+    for _ in range(2):
+        run.begin_attempt()
+    for rank in (1, 3):
+        wait(run, rank, 41)
+        begin(run, rank, None)
+    assert of_timeouts(run).what == "NCCL waited in vain in ALLREDUCE (number 41, 4096 values)"
+    run.begin_attempt()
+    begin(run, 1, run.log(1).stat().st_size)
+    assert [one.kind for one in explain(run.path)] == ["data"], "ranks that have not begun have said nothing yet"
+
+
+def test_a_log_that_was_emptied_since_is_read_whole(run: Run) -> None:
+    run.begin_attempt()
+    begin(run, 1, 1 << 20)
+    wait(run, 1, 41)
+    assert of_timeouts(run).evidence[0].startswith(f"{run.log(1)}:1: ")
 
 
 def test_what_means_something_only_beside_another_is_left_out_alone(tmp_path: Path) -> None:

@@ -118,10 +118,9 @@ def test_one_rank_alone_says_no_more_than_its_line() -> None:
 
 
 def test_the_last_timeout_of_a_rank_counts() -> None:
-    """A log goes on over restarts."""
+    """A log goes on over steps, and over attempts where nobody knows where they begin."""
     early, late = [lines(rank) for rank in (0, 1)], [lines(rank, seq=9) for rank in (0, 1)]
     assert {one.call[0] for one in read(*early, *late).newest()} == {"9"}
-    assert [one.rank for one in read(*early, *late).newest({1})] == [1]
 
 
 def test_lines_of_old_torch_have_places_alone() -> None:

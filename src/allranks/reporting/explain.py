@@ -1,14 +1,17 @@
 """Why a run died, from its directory or from any log: what is known for certain first, then what signatures tell."""
 
-from collections.abc import Iterable, Iterator
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO, final
+from typing import BinaryIO, TextIO, final
 
 from allranks.errors import ConfigError
 from allranks.failure import STOPS, Failure, first_failure, read_failures
 from allranks.own_loops import start_again
 from allranks.reporting.history import find_attempts
+from allranks.reporting.last_attempt import Part, find_logs, find_parts
 from allranks.reporting.report import Report, report
 from allranks.reporting.signatures import E1, SIGNATURES, Signature
 from allranks.reporting.timeouts import Job, Timeouts, compare
@@ -18,6 +21,7 @@ from allranks.verdict import Verdict
 
 MAX_LINE = 4000
 MAX_LINES = 2000
+READ_BYTES = 1 << 20
 LONGEST_EXCERPT = 200
 NOT_VERDICTS = ("restart", "goes_on", "join", "leave")  # what the supervisor did, rather than what was wrong
 GENERAL = "from general knowledge: cause and remedy were not reproduced here"
@@ -63,26 +67,29 @@ def explain_run(run: Run) -> list[Verdict]:
     failure = first_failure(failures)
     if failure is not None:
         found.insert(0, _of_failure(failure, run))
-    logs = sorted(log for log in run.log().parent.glob("rank-*.log") if log.is_file())
+    parts = find_parts(run)
     known = {verdict.kind for verdict in found}
-    timeouts = Timeouts()
-    sightings = [one for log in logs for one in _read(log, timeouts)]
-    # Logs go back over all attempts, records of failures are the newest one's.
-    together = compare(timeouts.newest({one.rank for one in failures}), _job(run, failures))
+    timeouts, of_any_attempt = Timeouts(), Timeouts()
+    sightings = []
+    for log in find_logs(run, parts):
+        sightings += _read(log.path, timeouts if log.apart else of_any_attempt, log.begin)
+    together = compare(timeouts.newest(), _job(run, parts, failures))
     seen = [_describe(one, together) for one in sightings if one.signature.name not in known]
     found += list({one.kind: one for one in reversed(seen)}.values())[::-1]
     return found or _of_state(report(run))
 
 
-def _job(run: Run, failures: Iterable[Failure]) -> Job | None:
+def _job(run: Run, parts: Mapping[int, Part], failures: Iterable[Failure]) -> Job | None:
     """The newest attempt's ranks; None where nothing tells how many it has."""
     attempts = find_attempts(run.events())
     num_ranks = attempts[-1].world_size if attempts else 1
     if num_ranks == 1:
         return None
-    # What compiled code prints on rank 0 goes to the terminal, and that of other hosts may be in another directory.
-    heard = frozenset(rank for rank in range(1, num_ranks) if run.log(rank).is_file())
-    return Job(num_ranks, heard, frozenset(one.rank for one in failures if one.consequence))
+    # Of a rank without a word nobody knows whether it waited: it was killed, perhaps by the agent a moment before its
+    # own watchdog would have spoken, and what compiled code prints on rank 0 goes to the terminal.
+    left = {rank for rank, part in parts.items() if part.reason in ("done", "stopped")}
+    left |= {one.rank for one in failures if not one.consequence}
+    return Job(num_ranks, frozenset(left), frozenset(one.rank for one in failures if one.consequence))
 
 
 def explain_silence(path: Path) -> str:
@@ -140,11 +147,14 @@ def explain_log(path: Path) -> list[Verdict]:
     return [_describe(one, together) for one in sightings]
 
 
-def _read(path: Path, timeouts: Timeouts) -> list[Sighting]:
-    """The signatures in a log that say something, in the order in which they are told."""
+def _read(path: Path, timeouts: Timeouts, begin: int = 0) -> list[Sighting]:
+    """The signatures in a log that say something, in the order in which they are told; from its byte `begin` on."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            sightings = find_signatures(path, timeouts.passing(_lines(file)))
+        with path.open("rb") as file, io.TextIOWrapper(file, encoding="utf-8", errors="replace") as text:
+            if os.fstat(file.fileno()).st_size < begin:  # somebody has emptied it since
+                begin = 0
+            first = 1 + _count_line_ends(file, begin)
+            sightings = find_signatures(path, timeouts.passing(_lines(text)), first)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror or error}; give a run's directory or a log"
@@ -152,6 +162,16 @@ def _read(path: Path, timeouts: Timeouts) -> list[Sighting]:
     names = {one.signature.name for one in sightings}
     sightings = [one for one in sightings if not one.signature.beside or names & set(one.signature.beside)]
     return sorted(sightings, key=lambda one: (one.signature.consequence, one.place))
+
+
+def _count_line_ends(file: BinaryIO, num_bytes: int) -> int:
+    """Those in the next so many bytes, which are read: as text has them, so that CR and LF together are one."""
+    ends, before = 0, b""
+    while num_bytes > 0 and (piece := file.read(min(READ_BYTES, num_bytes))):
+        num_bytes -= len(piece)
+        ends += piece.count(b"\n") + piece.count(b"\r") - (before + piece).count(b"\r\n")
+        before = piece[-1:]
+    return ends
 
 
 def _lines(file: TextIO) -> Iterator[str]:
@@ -162,10 +182,13 @@ def _lines(file: TextIO) -> Iterator[str]:
             line = file.readline(MAX_LINE)
 
 
-def find_signatures(path: Path, lines: Iterable[str]) -> list[Sighting]:
-    """Every signature in the lines of a log, once; the first that fits a line has it."""
+def find_signatures(path: Path, lines: Iterable[str], first: int) -> list[Sighting]:
+    """Every signature in the lines of a log, once; the first that fits a line has it. `first`: the first one's number.
+
+    Raises OSError as the reading of the lines does.
+    """
     found: dict[str, Sighting] = {}
-    for place, line in enumerate(lines, 1):
+    for place, line in enumerate(lines, first):
         text = line[:MAX_LINE]
         for signature in SIGNATURES:
             match = signature.regex.search(text)

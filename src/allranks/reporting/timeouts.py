@@ -11,7 +11,7 @@ No line says how many ranks a group or the job has: who is missing behind the la
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import final
@@ -63,12 +63,12 @@ class Job:
 
     Attributes:
         num_ranks: of the newest attempt.
-        heard: ranks whose watchdog's words would stand in the logs.
+        left: ranks that came to an end of their own: if they had waited, that would stand in the logs.
         excused: ranks that another one's end has ended.
     """
 
     num_ranks: int
-    heard: frozenset[int]
+    left: frozenset[int]
     excused: frozenset[int] = frozenset()
 
 
@@ -87,14 +87,14 @@ class Timeouts:
                 self._read(line)
             yield line
 
-    def newest(self, ranks: Collection[int] | None = None) -> list[Timeout]:
-        """The last of each rank in each group, by rank; of these ranks alone.
+    def newest(self) -> list[Timeout]:
+        """The last of each rank in each group, by rank.
 
         Where some lines have ranks of the job, those that have places alone say the same once more.
         """
         found = self._of_ranks or self._of_places
         last = {(rank, one.group): one for rank, calls in sorted(found.items()) for one in calls.values()}
-        return [one for (rank, _), one in last.items() if ranks is None or rank in ranks]
+        return list(last.values())
 
     def _read(self, line: str) -> None:
         rank, group = _RANK.search(line), _GROUP.search(line)
@@ -182,7 +182,7 @@ def _missing(group: Sequence[Timeout], job: Job | None) -> set[int]:
     if job is not None and group[0].group.whole:
         places = range(job.num_ranks)
     members = {start + step * place for place in places}
-    return members if job is None else (members & job.heard) - job.excused
+    return members if job is None else (members & job.left) - job.excused
 
 
 def _parted(group: Sequence[Timeout]) -> tuple[str, str]:
@@ -212,7 +212,7 @@ def _alike(group: Sequence[Timeout], job: Job | None) -> tuple[str, str]:
     return (
         f"{_waited(group[0])}: {_name(ranks)} alike; the logs here have no such wait of {_name(others)}",
         f"look first at what {_name(others)} last did{terminal}: one that has a part in this collective and does not "
-        f"wait there {ALONE}; else {usual}",
+        f"wait there {ALONE}, one that was ended with the others may have waited, too; else {usual}",
     )
 
 

@@ -18,8 +18,10 @@ MOVING = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhl]")  # what a progress line is re
 
 
 @contextlib.contextmanager
-def log_of_rank(path: Path, *, rank: int) -> Iterator[None]:
+def log_of_rank(path: Path, *, rank: int) -> Iterator[int]:
     """Send what this process prints to `path`, which is appended to; on leaving, everything is as before.
+
+    Gives the length of the log so far, in bytes: what earlier attempts have printed.
 
     Rank 0: Python's stdout and stderr go to both, without colours, and without the redrawing of a progress line. Other
     ranks: file descriptors 1 and 2 go to the log, so that compiled code and child processes write there as well.
@@ -30,8 +32,9 @@ def log_of_rank(path: Path, *, rank: int) -> Iterator[None]:
     with refusing(path):
         descriptor = open_to_append(path)
     try:
+        begin = os.fstat(descriptor).st_size
         with _copied(descriptor) if rank == 0 else _redirected(descriptor):
-            yield
+            yield begin
     finally:
         os.close(descriptor)
 

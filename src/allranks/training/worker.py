@@ -104,8 +104,8 @@ def work(assignment: Assignment) -> int:
         if assignment.announce is not None:
             assignment.announce(run.path)
         try:
-            with log_of_rank(run.log(processes.rank), rank=processes.rank):
-                return _Training(assignment, prepared, processes, run, stops).go()
+            with log_of_rank(run.log(processes.rank), rank=processes.rank) as log_bytes:
+                return _Training(assignment, prepared, processes, run, stops).go(log_bytes)
         finally:
             run.release()
     finally:
@@ -131,9 +131,10 @@ class _Training:
         self._mirror = None if url is None else Mirror(url, run.id)
         self._screen = Screen(json=assignment.request.json) if self._first else None
 
-    def go(self) -> int:
-        """Train to the end; the exit code."""
+    def go(self, log_bytes: int) -> int:
+        """Train to the end; the exit code. `log_bytes`: what this rank's log has of earlier attempts."""
         try:
+            self._tell_start(log_bytes)
             ending = self._train()
         finally:
             self._journal.close()
@@ -143,7 +144,6 @@ class _Training:
 
     def _train(self) -> Ending:
         config = self._prepared.config
-        self._tell_start()
         try:
             near = (self._memory, self._hosts, self._mirror)
             checkpoint, skipped = find_starting_point(self._run, self._processes, *near, self._tell_of)
@@ -253,7 +253,7 @@ class _Training:
             self._journal.write("verdict", kind="checkpoint", what=line, evidence=[], next=remedy)
             self._screen.warn(line)
 
-    def _tell_start(self) -> None:
+    def _tell_start(self, log_bytes: int) -> None:
         environment, processes = self._processes.environment, self._processes
         self._journal.write(
             "start",
@@ -266,6 +266,7 @@ class _Training:
             layout=str(processes.mesh.layout),
             attempt=self._run.attempts,
             total_steps=self._prepared.config.train.steps,
+            log_bytes=log_bytes,
         )
 
     def _tell_end(self, reason: str, error: BaseException | None) -> None:

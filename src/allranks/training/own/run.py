@@ -121,10 +121,10 @@ class Logbook:
         self._recorder: Recorder | None = None
         with ExitStack() as stack:
             stack.callback(run.release)
-            stack.enter_context(log_of_rank(run.log(processes.rank), rank=processes.rank))
+            log_bytes = stack.enter_context(log_of_rank(run.log(processes.rank), rank=processes.rank))
             self._journal = Journal(run.journal(processes.rank), processes.rank)
             stack.callback(self._journal.close)
-            self._tell_start(total_steps)
+            self._tell_start(total_steps, log_bytes)
             self._stack = stack.pop_all()
 
     def begin(self, step: int) -> None:
@@ -170,7 +170,7 @@ class Logbook:
                 memory = peak_memory_bytes(*self._processes.devices)
                 self._journal.write("end", reason=reason, seconds=seconds, memory_bytes=memory, error=text)
 
-    def _tell_start(self, total_steps: int | None) -> None:
+    def _tell_start(self, total_steps: int | None, log_bytes: int) -> None:
         processes, run = self._processes, self.run
         self._journal.write(
             "start",
@@ -183,6 +183,7 @@ class Logbook:
             layout=str(processes.mesh.layout),
             attempt=run.attempts,
             total_steps=total_steps,
+            log_bytes=log_bytes,
         )
 
 
