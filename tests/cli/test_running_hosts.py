@@ -27,7 +27,7 @@ from allranks.run import Run
 from allranks.surviving import forkserver
 from allranks.surviving.memory_tier import open_memory
 from allranks.training.planned_layout import Decided, settle
-from allranks.training.prepare import open_run, prepare
+from allranks.training.prepare import open_run, prepare, resolve_layout
 from tests.checkpointing.worlds import header, save_alone
 from tests.commands import POINTS, PROGRAMS, alive, allranks, seconds_of_restarts, steps, tensor_digests, wait_for
 from tests.free_port import free_port
@@ -109,6 +109,36 @@ def test_without_a_layout_no_worker_is_left_without_a_sample(
     nproc, decision = choose_workers(prepare(request), request, hosts)
     assert (nproc, decision.what) == (workers, f"{nodes * workers} processes on {nodes} hosts")
     assert (f"train.global_batch={batch} gives no more" in decision.because) == (workers < 8)
+
+
+@pytest.mark.parametrize(
+    ("decided", "workers"),
+    [
+        (("layout.dp_shard=*",), 4),
+        (("layout.tp=2", "layout.dp_shard=*"), 4),
+        (("layout.tp=16", "layout.dp_shard=*"), 8),
+    ],
+)
+def test_a_planned_run_starts_as_many_workers_again_and_so_does_a_host_that_comes_later(
+    decided: tuple[str, ...], workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one was planned for more workers than samples, which --nproc had named."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    hosts = HostsRequest(2, 2, Endpoint("hosta", 29500))
+    overrides = ("train.steps=9", "train.global_batch=8")
+    request = TrainRequest(task_spec=POINTS, overrides=overrides, run=tmp_path / "run")
+    before = prepare(request)
+    assert choose_workers(before, request, hosts)[0] == 4
+    made = open_run(settle(before, Decided((), decided, {"decided": list(decided)})), request)
+    made.journal().write_text('{"event": "step", "step": 1}\n')
+    made.release()
+    for again in (request, TrainRequest(resume=tmp_path / "run")):
+        after = prepare(again)
+        assert after.config.layout.chosen
+        nproc, _ = choose_workers(after, again, hosts)
+        assert nproc == workers and resolve_layout(after.config, 2 * nproc, 2).dp <= 8
+    named = replace(request, layout="dp_shard=*")
+    assert choose_workers(prepare(named), named, hosts)[0] == 8, "what somebody names is not cut"
 
 
 def test_a_layout_that_the_hosts_cannot_share_is_refused() -> None:

@@ -74,6 +74,8 @@ def choose_workers(prepared: "Prepared", request: TrainRequest, hosts: HostsRequ
     """How many workers this host starts. Raises LayoutError where the layout's do not divide over the hosts."""
     import torch
 
+    from allranks.training.choose_processes import fewer_for_batch
+
     if request.nproc is not None:
         return request.nproc, Decision(_on(request.nproc * hosts.nodes, hosts), "--nproc says so")
     gpus = torch.cuda.device_count() if request.device != "cpu" else 0
@@ -82,8 +84,9 @@ def choose_workers(prepared: "Prepared", request: TrainRequest, hosts: HostsRequ
         raise LayoutError(f"the layout asks for {total} processes, which {hosts.nodes} hosts cannot share: say --nproc")
     because = f"{gpus} GPU(s) a host" if gpus else "without a GPU, one a host"
     batch = prepared.config.train.global_batch
-    if not prepared.config.layout.chosen and total > batch >= hosts.nodes:
-        total = batch // hosts.nodes * hosts.nodes
+    fewer = fewer_for_batch(prepared, total, hosts.nodes)
+    if fewer < total:
+        total = fewer
         because = f"train.global_batch={batch} gives no more than that a sample, and every host starts as many"
     return total // hosts.nodes, Decision(_on(total, hosts), because)
 
