@@ -1,11 +1,22 @@
 """What ranks settle among themselves where another launcher has started them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from allranks.parallel.backend import DeviceChoice
+from allranks.process_environment import ProcessEnvironment
+from allranks.request import TrainRequest
 from allranks.run import Run
+from allranks.training import planned_layout, without_agent
+from allranks.training.planned_layout import Decided
+from allranks.training.prepare import prepare
+from allranks.training.without_agent import plan_together
+from tests.commands import POINTS
 from tests.distributed.pool import Pools
 from tests.training.runs import QUICK, events, losses, train_outside
 
@@ -31,3 +42,25 @@ def test_who_names_a_layout_is_not_planned(pool: Pools, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train_outside(pool, 2, "Curve", *QUICK, "train.steps=2", run=run, layout="fsdp", plans=True) == [0, 0]
     assert not Run.open(run).plan_path.exists() and events(run, "start")[-1]["layout"] == "dp_shard=2"
+
+
+@pytest.mark.parametrize(
+    ("own_device", "backend", "own"), [(True, "gloo", True), (False, "nccl", True), (False, "gloo", False)]
+)
+def test_a_plan_counts_gpus_that_rank_0_is_not_shown_where_each_has_its_own(
+    own_device: bool, backend: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm says so, or NCCL was chosen, which takes no two processes on one GPU."""
+    asked: list[dict[str, Any]] = []
+
+    def decide(*given: Any, **more: Any) -> Decided:
+        asked.append(more)
+        return Decided(())
+
+    monkeypatch.setattr(planned_layout, "decide_layout", decide)
+    monkeypatch.setattr(without_agent, "share", lambda told, device: told)
+    rank = replace(ProcessEnvironment("slurm", 0, 0, 8, 8), own_device=own_device)
+    choice = DeviceChoice(torch.device("cuda", 0), backend, None, ())
+    request = TrainRequest(task_spec=POINTS)
+    plan_together(prepare(request), request, rank, choice, lambda *_: None)
+    assert asked == [{"here": False, "own_gpus": own}]

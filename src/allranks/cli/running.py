@@ -92,7 +92,8 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: 
             from allranks.surviving.aside import call_aside
             from allranks.training.planned_layout import decide_layout, settle
 
-            found = decide_layout(prepared, request, num_processes, call_aside, num_nodes)
+            own = environment.own_device
+            found = decide_layout(prepared, request, num_processes, call_aside, num_nodes, own_gpus=own)
             prepared, decided = settle(prepared, found), found.decisions
             request = replace(request, overrides=(*request.overrides, *found.overrides))
     layout = resolve_layout(prepared.config, num_processes, num_nodes)

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from allranks.errors import AllranksError, RunError
+from allranks.parallel.backend import DeviceChoice
 from allranks.process_environment import ProcessEnvironment
 from allranks.request import TrainRequest
 from allranks.run import Run
@@ -23,14 +22,14 @@ def plan_together(
     prepared: Prepared,
     request: TrainRequest,
     environment: ProcessEnvironment,
-    device: torch.device,
+    choice: DeviceChoice,
     aside: Callable[..., Any],
 ) -> Prepared:
     """`prepared` with the layout that rank 0 decides for all; collective over the default group.
 
     Args:
         prepared: of a new run of several processes whose config names no layout.
-        device: by which this rank speaks to the others.
+        choice: as `start` has settled it; by its device this rank speaks to the others.
         aside: as `decide_layout`'s.
     """
     from allranks.training.planned_layout import Decided, decide_layout, settle
@@ -38,10 +37,12 @@ def plan_together(
     told: dict[str, Any] = {}
     if environment.rank == 0:
         size, nodes = environment.world_size, environment.num_nodes
-        found = decide_layout(prepared, request, size, aside, nodes, here=False)
+        # NCCL serves no two processes on one GPU.
+        own = environment.own_device or choice.backend == "nccl"
+        found = decide_layout(prepared, request, size, aside, nodes, here=False, own_gpus=own)
         told = {"overrides": found.overrides, "document": found.document}
         told["decisions"] = [(one.what, one.because) for one in found.decisions]
-    told = share(told, device)
+    told = share(told, choice.device)
     decisions = tuple(Decision(*words) for words in told["decisions"])
     settled = settle(prepared, Decided(decisions, tuple(told["overrides"]), told["document"]))
     return replace(settled, decisions=(*prepared.decisions, *decisions))

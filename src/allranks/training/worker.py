@@ -96,7 +96,7 @@ def work(assignment: Assignment) -> int:
     choice = start(environment, choice, timeout_seconds=prepared.config.guard.longest_wait)
     try:
         if aside is not None:
-            prepared = plan_together(prepared, assignment.request, environment, choice.device, aside)
+            prepared = plan_together(prepared, assignment.request, environment, choice, aside)
         layout = resolve_layout(prepared.config, size, nodes)
         processes = gather_processes(environment, choice, layout)
         run = prepared.kept if assignment.run is not None else share_run(prepared, assignment.request, processes)
