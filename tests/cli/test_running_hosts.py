@@ -467,6 +467,24 @@ def test_copies_need_memory_that_looks_like_a_directory(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_others_know_that_the_leader_plans_before_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def plan(*given: Any) -> Any:
+        assert said == ["planning"]
+        raise LayoutError("planned")
+
+    monkeypatch.setattr("allranks.surviving.hosts.introduction.learn", lambda *asked: None)  # it leads
+    monkeypatch.setattr(running_hosts, "_plan", plan)
+    given: Any = SimpleNamespace(
+        notices=SimpleNamespace(post=lambda key, value: said.append(key)),
+        hosts=SimpleNamespace(endpoint=None, nodes=2),
+        **{"config": Config(), "seek": None, "is_open": True},
+    )
+    with pytest.raises(LayoutError, match="planned"):
+        running_hosts._share_run(given, given, given, given, 1)
+
+
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
 def test_what_the_leader_alone_has_in_memory_is_on_the_disk_before_others_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

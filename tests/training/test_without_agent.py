@@ -1,6 +1,7 @@
 """What ranks settle among themselves where another launcher has started them."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,24 @@ def test_a_plan_counts_gpus_that_rank_0_is_not_shown_where_each_has_its_own(
     request = TrainRequest(task_spec=POINTS)
     plan_together(prepare(request), request, rank, choice, lambda *_: None)
     assert asked == [{"here": False, "own_gpus": own}]
+
+
+def test_what_the_other_ranks_wait_for_is_told_where_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lasting = [0.6, 0.0]
+
+    def decide(*given: Any, **more: Any) -> Decided:
+        time.sleep(lasting.pop())
+        return Decided(())
+
+    monkeypatch.setattr(planned_layout, "decide_layout", decide)
+    monkeypatch.setattr(without_agent, "share", lambda told, device: told)
+    monkeypatch.setattr(without_agent, "TELL_SECONDS", 0.3)
+    choice = DeviceChoice(torch.device("cpu"), "gloo", None, ())
+    request = TrainRequest(task_spec=POINTS)
+    prepared = prepare(request)
+    while lasting:
+        plan_together(prepared, request, ProcessEnvironment("slurm", 0, 0, 8, 8), choice, lambda *_: None)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"the other ranks wait for it up to {prepared.config.guard.longest_wait:g} s" in line

@@ -202,7 +202,7 @@ def _share_run(
     What is newer in the leader's memory than on the disk is brought there first. With it, what was decided of the
     layout: the leader plans that of a new run which names none.
     """
-    from allranks.surviving.hosts.introduction import introduce, learn
+    from allranks.surviving.hosts.introduction import announce_plan, introduce, learn
     from allranks.surviving.hosts.losses import LOST
     from allranks.surviving.hosts.succession import succeed
     from allranks.surviving.memory_tier import open_memory
@@ -212,9 +212,10 @@ def _share_run(
     wait = prepared.config.guard.join_seconds
     decided: tuple[Decision, ...] = ()
     try:
-        path = learn(company.notices, facts, request.hosts.endpoint, wait, company.seek)
+        path = learn(company.notices, facts, request.hosts.endpoint, wait, company.seek, _tell)
         if path is None:
             if prepared.is_open and nproc * request.hosts.nodes > 1:
+                announce_plan(company.notices)
                 prepared, decided = _plan(prepared, request, request.hosts, nproc)
             run = open_run(prepared, request)
             copies = open_memory(run, wanted=False)

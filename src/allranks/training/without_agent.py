@@ -3,7 +3,10 @@
 That is the layout of a run that names none, and the Run directory. Rank 0 decides, and tells the others.
 """
 
-from collections.abc import Callable
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from allranks.run import Run
 from allranks.stepping.world import Processes, share
 from allranks.training.prepare import Prepared, open_run
 from allranks.verdict import Decision
+
+TELL_SECONDS = 10.0
 
 
 def plan_together(
@@ -39,13 +44,29 @@ def plan_together(
         size, nodes = environment.world_size, environment.num_nodes
         # NCCL serves no two processes on one GPU.
         own = environment.own_device or choice.backend == "nccl"
-        found = decide_layout(prepared, request, size, aside, nodes, here=False, own_gpus=own)
+        with _told_if_long(prepared.config.guard.longest_wait):
+            found = decide_layout(prepared, request, size, aside, nodes, here=False, own_gpus=own)
         told = {"overrides": found.overrides, "document": found.document}
         told["decisions"] = [(one.what, one.because) for one in found.decisions]
     told = share(told, choice.device)
     decisions = tuple(Decision(*words) for words in told["decisions"])
     settled = settle(prepared, Decided(decisions, tuple(told["overrides"]), told["document"]))
     return replace(settled, decisions=(*prepared.decisions, *decisions))
+
+
+@contextlib.contextmanager
+def _told_if_long(seconds: float) -> Iterator[None]:
+    """Say on rank 0's screen what the others wait for, and that they do so for `seconds`, where it is not soon over."""
+    line = (
+        f"rank 0 plans the layout, as long as the model's trace and its dataset() take; the other ranks wait for it up "
+        f"to {seconds:g} s: --layout names one"
+    )
+    timer = threading.Timer(TELL_SECONDS, print, (line,), {"file": sys.stderr, "flush": True})
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def share_run(prepared: Prepared, request: TrainRequest, processes: Processes) -> Run:
