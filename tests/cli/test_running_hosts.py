@@ -1,5 +1,6 @@
 """`allranks train --nodes`: several commands that are one run, and what becomes of it when one of them is lost."""
 
+import json
 import os
 import re
 import shutil
@@ -16,9 +17,9 @@ import torch
 
 from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.checkpointing.host_memory import SHARED_MEMORY
-from allranks.cli import running_hosts
+from allranks.cli import running, running_hosts
 from allranks.cli.main import main
-from allranks.cli.running_hosts import check_all_sizes, choose_workers, facts_here
+from allranks.cli.running_hosts import check_all_sizes, choose_workers, facts_here, plan_for_hosts
 from allranks.config import Config
 from allranks.errors import LayoutError
 from allranks.hosts_request import Endpoint, HostsRequest
@@ -28,6 +29,7 @@ from allranks.surviving import forkserver
 from allranks.surviving.memory_tier import open_memory
 from allranks.training.planned_layout import Decided, settle
 from allranks.training.prepare import open_run, prepare, resolve_layout
+from allranks.verdict import Decision
 from tests.checkpointing.worlds import header, save_alone
 from tests.commands import POINTS, PROGRAMS, alive, allranks, seconds_of_restarts, steps, tensor_digests, wait_for
 from tests.free_port import free_port
@@ -139,6 +141,49 @@ def test_a_planned_run_starts_as_many_workers_again_and_so_does_a_host_that_come
         assert nproc == workers and resolve_layout(after.config, 2 * nproc, 2).dp <= 8
     named = replace(request, layout="dp_shard=*")
     assert choose_workers(prepare(named), named, hosts)[0] == 8, "what somebody names is not cut"
+
+
+HOSTS = ("--nodes", "2", "--rendezvous", "c10d://hosta:29500", "--nproc", "8")
+
+
+def decide_always(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """A plan decides so, whatever it is asked."""
+    decided = Decided((Decision("layout as planned", "it is a test"),), words)
+    monkeypatch.setattr("allranks.training.planned_layout.decide_layout", lambda *_, **__: decided)
+
+
+def test_what_a_plan_may_decide_is_not_refused_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ddp this is a rank without a sample; as tp=2 it is not."""
+    reached: list[object] = []
+    monkeypatch.setattr(running, "run_on_hosts", lambda *given: reached.append(given) or (0, None))
+    monkeypatch.setattr(forkserver, "start", lambda *_, **__: None)
+    monkeypatch.setenv("ALLRANKS_SECRET", SECRET)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", POINTS, "train.global_batch=8", *HOSTS]) == 0 and len(reached) == 1
+    assert main(["train", POINTS, "train.global_batch=8", *HOSTS, "--layout", "ddp"]) == 2 and len(reached) == 1
+    request = TrainRequest(task_spec=POINTS, overrides=("train.global_batch=8",))
+    hosts = HostsRequest(2, 2, Endpoint("hosta", 29500))
+    decide_always(monkeypatch, "layout.tp=2", "layout.dp_shard=*")
+    settled, _ = plan_for_hosts(prepare(request), request, hosts, 8)
+    assert str(resolve_layout(settled.config, 16, 2)) == "dp_shard=8,tp=2"
+    decide_always(monkeypatch)  # ddp
+    with pytest.raises(LayoutError, match=r"train\.global_batch\(8\) < dp_replicate \* dp_shard\(16\)"):
+        plan_for_hosts(prepare(request), request, hosts, 8)
+
+
+def test_what_is_shown_is_what_the_run_takes_where_a_plan_does_not_fit_every_number_of_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    decide_always(monkeypatch, "layout.tp=2", "layout.dp_shard=*")
+    words = ["train", POINTS, "--show", "--json", *HOSTS, "--nodes", "1:2", "--nproc"]
+    assert main([*words, "1"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (decision,) = [one for one in told["decisions"] if one["what"] == "layout ddp, the default"]
+    assert "only data parallelism can change while a run goes on" in decision["because"]
+    assert told["cut"]["data-parallel ranks"] == 2
+    assert main([*words, "2"]) == 0 and json.loads(capsys.readouterr().out)["config"]["layout.tp"] == 2
+    assert main([*words, "1", "--layout", "tp=2,dp_replicate=*"]) == 2, "nor is one shown that the run refuses"
 
 
 def test_a_layout_that_the_hosts_cannot_share_is_refused() -> None:
@@ -475,7 +520,7 @@ def test_the_others_know_that_the_leader_plans_before_it_does(monkeypatch: pytes
         raise LayoutError("planned")
 
     monkeypatch.setattr("allranks.surviving.hosts.introduction.learn", lambda *asked: None)  # it leads
-    monkeypatch.setattr(running_hosts, "_plan", plan)
+    monkeypatch.setattr(running_hosts, "plan_for_hosts", plan)
     given: Any = SimpleNamespace(
         notices=SimpleNamespace(post=lambda key, value: said.append(key)),
         hosts=SimpleNamespace(endpoint=None, nodes=2),

@@ -95,6 +95,11 @@ def _on(processes: int, hosts: HostsRequest) -> str:
     return f"{processes} processes on {hosts.nodes} hosts" + ("" if hosts.least == hosts.nodes else " at most")
 
 
+def is_left_to_plan(prepared: "Prepared", nproc: int, hosts: HostsRequest) -> bool:
+    """Whether the host that leads plans the layout, of which nothing can be said before."""
+    return prepared.is_open and nproc * hosts.nodes > 1
+
+
 def check_all_sizes(prepared: "Prepared", nproc: int, hosts: HostsRequest) -> None:
     """See that the layout fits every number of hosts that the run may have. Raises LayoutError."""
     from allranks.training.prepare import resolve_layout
@@ -132,7 +137,6 @@ def run_on_hosts(
     copies = prepared.config.checkpoint.memory_every is not None
     if copies:
         check_there()
-    check_all_sizes(prepared, nproc, hosts)
     guard = prepared.config.guard
     meeting = _meet(hosts.endpoint, guard, secret)
     facts = facts_here(prepared, hosts)
@@ -214,9 +218,9 @@ def _share_run(
     try:
         path = learn(company.notices, facts, request.hosts.endpoint, wait, company.seek, _tell)
         if path is None:
-            if prepared.is_open and nproc * request.hosts.nodes > 1:
+            if is_left_to_plan(prepared, nproc, request.hosts):
                 announce_plan(company.notices)
-                prepared, decided = _plan(prepared, request, request.hosts, nproc)
+                prepared, decided = plan_for_hosts(prepared, request, request.hosts, nproc)
             run = open_run(prepared, request)
             copies = open_memory(run, wanted=False)
             if copies is not None:
@@ -234,19 +238,26 @@ def _share_run(
     return run, decided
 
 
-def _plan(
+def plan_for_hosts(
     prepared: "Prepared", request: TrainRequest, hosts: HostsRequest, nproc: int
 ) -> tuple["Prepared", tuple[Decision, ...]]:
-    """With the layout that a plan decides for all hosts together, if it fits every number of them."""
+    """With the layout that a plan decides for all hosts together, if it fits every number of them; else ddp.
+
+    Raises LayoutError where that does not fit them, either.
+    """
     from allranks.surviving.aside import call_aside
     from allranks.training.planned_layout import decide_layout, settle, unplanned
+    from allranks.training.prepare import resolve_layout
 
     found = decide_layout(prepared, request, nproc * hosts.nodes, call_aside, hosts.nodes)
     try:
         check_all_sizes(settle(prepared, found), nproc, hosts)
     except LayoutError as error:
         found = unplanned(str(error))
-    return settle(prepared, found), found.decisions
+    settled = settle(prepared, found)
+    resolve_layout(settled.config, nproc * hosts.nodes, hosts.nodes)
+    check_all_sizes(settled, nproc, hosts)
+    return settled, found.decisions
 
 
 def _open_shared(path: Path) -> Run:

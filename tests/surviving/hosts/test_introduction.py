@@ -14,6 +14,7 @@ from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts.introduction import announce_plan, facts_of, introduce, learn
 from allranks.surviving.hosts.meeting import MeetingStore
 from allranks.surviving.hosts.notices import Notices
+from allranks.surviving.hosts.place import StoreLostError
 from allranks.surviving.hosts.seal import Seal
 
 ENDPOINT = Endpoint("here", 1)
@@ -101,3 +102,19 @@ def test_who_plans_is_waited_for_as_long_as_it_leads() -> None:
     again = HashStore()
     announce_plan(board(again))
     assert learn(board(again), FACTS, ENDPOINT, 0.2, lambda: True, print) is None, "who planned is lost"
+
+
+def test_who_is_lost_while_it_plans_may_have_said_why() -> None:
+    notices, calls = board(HashStore()), list[int]()
+    announce_plan(notices)
+
+    def seek() -> bool:
+        calls.append(1)
+        if len(calls) > 1:
+            raise StoreLostError("connection closed")
+        return False
+
+    with pytest.raises(ProcessError, match="led, planned the layout and ended before there was a run: connection"):
+        learn(notices, FACTS, ENDPOINT, 1.0, seek, print)
+    with pytest.raises(StoreLostError):
+        learn(board(HashStore()), FACTS, ENDPOINT, 1.0, seek, print)

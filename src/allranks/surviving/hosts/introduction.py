@@ -12,6 +12,7 @@ from allranks.errors import ProcessError, RunError
 from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts.greeting import other_secret
 from allranks.surviving.hosts.notices import Notices
+from allranks.surviving.hosts.place import StoreLostError
 from allranks.surviving.hosts.seal import SealError
 
 POLL_SECONDS = 0.1
@@ -76,8 +77,8 @@ def learn(
     Raises:
         ConfigError: the secret is another.
         RunError: code or config are other ones than the leader's.
-        ProcessError: the leader has said nothing.
-        StoreLostError: it has gone.
+        ProcessError: the leader has said nothing, or has ended after it began to plan.
+        StoreLostError: it has gone, and not while it planned.
     """
     deadline, planner = time.monotonic() + seconds, None
     while True:
@@ -85,6 +86,13 @@ def learn(
             leads = seek()
             told = notices.read("run")
             planning = notices.read("planning")
+        except StoreLostError as error:
+            if planner is None:
+                raise
+            # Perhaps for what it has said on its own screen: that no layout fits, that it may not write there.
+            raise ProcessError(
+                f"{planner} led, planned the layout and ended before there was a run: {error}"
+            ) from error
         except SealError as error:
             raise other_secret(endpoint) from error
         if told is not None:
