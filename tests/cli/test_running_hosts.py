@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from allranks.cli import running, running_hosts
 from allranks.cli.main import main
 from allranks.cli.running_hosts import check_all_sizes, choose_workers, facts_here, plan_for_hosts
 from allranks.config import Config
-from allranks.errors import LayoutError
+from allranks.errors import LayoutError, RunError
 from allranks.hosts_request import Endpoint, HostsRequest
 from allranks.request import TrainRequest
 from allranks.run import Run
@@ -528,6 +529,19 @@ def test_the_others_know_that_the_leader_plans_before_it_does(monkeypatch: pytes
     )
     with pytest.raises(LayoutError, match="planned"):
         running_hosts._share_run(given, given, given, given, 1)
+
+
+def test_a_run_that_the_leader_has_just_made_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of NFS that has not found it before goes on saying so."""
+    path = tmp_path / "run"
+    create = partial(Run.create, tmp_path, "task", Config(), {}, directory=path)
+    monkeypatch.setattr("allranks.checkpointing.looking_again.await_run", lambda seen: create())
+    assert running_hosts._open_shared(path).path == path
+    monkeypatch.setattr("allranks.checkpointing.looking_again.await_run", lambda seen: None)
+    with pytest.raises(RunError, match="all hosts need a file system on which they see the same run directory"):
+        running_hosts._open_shared(tmp_path / "none")
 
 
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")

@@ -261,6 +261,9 @@ def plan_for_hosts(
 
 
 def _open_shared(path: Path) -> Run:
+    from allranks.checkpointing.looking_again import await_run
+
+    await_run(path)
     try:
         return Run.open(path)
     except RunError as error:

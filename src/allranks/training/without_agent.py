@@ -11,16 +11,41 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from allranks.checkpointing.looking_again import await_run
 from allranks.errors import AllranksError, RunError
 from allranks.parallel.backend import DeviceChoice
 from allranks.process_environment import ProcessEnvironment
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.stepping.world import Processes, share
-from allranks.training.prepare import Prepared, open_run
+from allranks.training.prepare import Prepared, open_run, prepare
 from allranks.verdict import Decision
 
 TELL_SECONDS = 10.0
+
+
+def settle_together(
+    prepared: Prepared,
+    request: TrainRequest,
+    environment: ProcessEnvironment,
+    choice: DeviceChoice,
+    aside: Callable[..., Any] | None,
+) -> Prepared:
+    """`prepared` with what all have to have alike, by what rank 0 sees; collective over the default group.
+
+    That is whether the Run directory is there, which a client of NFS on another host may remember otherwise, and the
+    layout of a new run that names none; with None for `aside` nobody plans it.
+    """
+    told = {"kept": prepared.kept is not None, "is_open": prepared.is_open}
+    if request.run is not None:
+        told = share(told, choice.device)
+    if told["kept"] and prepared.kept is None:
+        assert request.run is not None
+        await_run(request.run)
+        prepared = prepare(request)
+    if not told["is_open"] or aside is None:
+        return prepared
+    return plan_together(prepared, request, environment, choice, aside)
 
 
 def plan_together(
@@ -86,4 +111,7 @@ def share_run(prepared: Prepared, request: TrainRequest, processes: Processes) -
     found = processes.share(found)
     if "error" in found:
         raise RunError(found["error"])
-    return run if run is not None else Run.open(Path(found["path"]))
+    if run is None:
+        await_run(Path(found["path"]))
+        run = Run.open(Path(found["path"]))
+    return run
