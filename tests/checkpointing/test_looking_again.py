@@ -59,7 +59,7 @@ def test_a_run_that_another_host_has_made_is_seen_at_once(monkeypatch: pytest.Mo
 
 
 def test_hosts_without_a_file_system_in_common_hear_so_soon(tmp_path: Path) -> None:
-    """Whoever may write beside the run knows what the server says; without the folder above it, it may be remembered."""
+    """Whoever may write beside the run knows what the server says; an absent folder above may be remembered."""
     asked: list[float] = []
     with patch.object(looking_again, "await_name", lambda path, seconds=0.0: asked.append(seconds)):
         await_run(tmp_path / "run")

@@ -156,7 +156,12 @@ def decide_always(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
 def test_what_a_plan_may_decide_is_not_refused_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ddp this is a rank without a sample; as tp=2 it is not."""
     reached: list[object] = []
-    monkeypatch.setattr(running, "run_on_hosts", lambda *given: reached.append(given) or (0, None))
+
+    def run(*given: object) -> tuple[int, None]:
+        reached.append(given)
+        return 0, None
+
+    monkeypatch.setattr(running, "run_on_hosts", run)
     monkeypatch.setattr(forkserver, "start", lambda *_, **__: None)
     monkeypatch.setenv("ALLRANKS_SECRET", SECRET)
     monkeypatch.chdir(tmp_path)
