@@ -4,10 +4,12 @@ import os
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from allranks.checkpointing.looking_again import await_name
+from allranks.checkpointing import looking_again
+from allranks.checkpointing.looking_again import await_name, await_run
 
 
 class Client:
@@ -44,6 +46,25 @@ def test_what_another_host_has_made_is_seen_at_once(monkeypatch: pytest.MonkeyPa
     began = time.monotonic()
     assert await_name(path) and time.monotonic() - began < 1.0
     assert os.listdir(tmp_path) == ["step-00000200"] and client.asked == 2
+
+
+def test_a_run_that_another_host_has_made_is_seen_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    client, path = Client(monkeypatch), tmp_path / "run"
+    assert not client.lexists(path) and not client.lexists(path / "run.json")
+    os.mkdir(path)  # by another host
+    (path / "run.json").touch()
+    began = time.monotonic()
+    await_run(path)
+    assert client.lexists(path) and client.lexists(path / "run.json") and time.monotonic() - began < 1.0
+
+
+def test_hosts_without_a_file_system_in_common_hear_so_soon(tmp_path: Path) -> None:
+    """Whoever may write beside the run knows what the server says; an absent folder above may be remembered."""
+    asked: list[float] = []
+    with patch.object(looking_again, "await_name", lambda path, seconds=0.0: asked.append(seconds)):
+        await_run(tmp_path / "run")
+        await_run(tmp_path / "runs" / "run")
+    assert asked == [looking_again.ASKED_SECONDS, looking_again.PATIENCE_SECONDS]
 
 
 def test_what_comes_late_is_waited_for(tmp_path: Path) -> None:

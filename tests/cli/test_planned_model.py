@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.cli.planned_model import find_subject
+from allranks.cli.planned_model import find_subject, is_task
+from allranks.cli.rehearsed_question import NAMED, task_of
 from allranks.errors import ConfigError
 from allranks.named_models import find_model
 from allranks.plan_request import PlanRequest
@@ -24,6 +25,17 @@ def test_a_name() -> None:
 def test_a_name_with_another_size() -> None:
     two = find_subject(PlanRequest(("llama3-8b",), sizes={"layers": 2})).make(None, "bfloat16", "cuda")
     assert two.num_repeated == 2
+
+
+@pytest.mark.parametrize("folder", [".pyenv", "llama3:8b", "a=b"])
+def test_a_config_file_is_none_of_a_task_whatever_its_folder_is_called(folder: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / folder).mkdir()
+    path = tmp_path / folder / "config.json"
+    path.write_text(json.dumps(sizes | {"model_type": "gpt2"}))
+    assert find_subject(PlanRequest((str(path),))).make(None, "bfloat16", "cuda").num_repeated == 2
+    assert task_of((str(path),))[0] == NAMED
+    assert is_task(("data.text=words.json",)), "a key of the demo's"
 
 
 def test_a_config_file_has_the_name_of_its_folder(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`allranks train --nodes`: several commands that are one run, and what becomes of it when one of them is lost."""
 
+import json
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +18,19 @@ import torch
 
 from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.checkpointing.host_memory import SHARED_MEMORY
-from allranks.cli import running_hosts
+from allranks.cli import running, running_hosts
 from allranks.cli.main import main
-from allranks.cli.running_hosts import check_all_sizes, choose_workers, facts_here
+from allranks.cli.running_hosts import check_all_sizes, choose_workers, facts_here, plan_for_hosts
 from allranks.config import Config
-from allranks.errors import LayoutError
+from allranks.errors import LayoutError, RunError
 from allranks.hosts_request import Endpoint, HostsRequest
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving import forkserver
 from allranks.surviving.memory_tier import open_memory
 from allranks.training.planned_layout import Decided, settle
-from allranks.training.prepare import open_run, prepare
+from allranks.training.prepare import open_run, prepare, resolve_layout
+from allranks.verdict import Decision
 from tests.checkpointing.worlds import header, save_alone
 from tests.commands import POINTS, PROGRAMS, alive, allranks, seconds_of_restarts, steps, tensor_digests, wait_for
 from tests.free_port import free_port
@@ -109,6 +112,84 @@ def test_without_a_layout_no_worker_is_left_without_a_sample(
     nproc, decision = choose_workers(prepare(request), request, hosts)
     assert (nproc, decision.what) == (workers, f"{nodes * workers} processes on {nodes} hosts")
     assert (f"train.global_batch={batch} gives no more" in decision.because) == (workers < 8)
+
+
+@pytest.mark.parametrize(
+    ("decided", "workers"),
+    [
+        (("layout.dp_shard=*",), 4),
+        (("layout.tp=2", "layout.dp_shard=*"), 4),
+        (("layout.tp=16", "layout.dp_shard=*"), 8),
+    ],
+)
+def test_a_planned_run_starts_as_many_workers_again_and_so_does_a_host_that_comes_later(
+    decided: tuple[str, ...], workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one was planned for more workers than samples, which --nproc had named."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    hosts = HostsRequest(2, 2, Endpoint("hosta", 29500))
+    overrides = ("train.steps=9", "train.global_batch=8")
+    request = TrainRequest(task_spec=POINTS, overrides=overrides, run=tmp_path / "run")
+    before = prepare(request)
+    assert choose_workers(before, request, hosts)[0] == 4
+    made = open_run(settle(before, Decided((), decided, {"decided": list(decided)})), request)
+    made.journal().write_text('{"event": "step", "step": 1}\n')
+    made.release()
+    for again in (request, TrainRequest(resume=tmp_path / "run")):
+        after = prepare(again)
+        assert after.config.layout.chosen
+        nproc, _ = choose_workers(after, again, hosts)
+        assert nproc == workers and resolve_layout(after.config, 2 * nproc, 2).dp <= 8
+    named = replace(request, layout="dp_shard=*")
+    assert choose_workers(prepare(named), named, hosts)[0] == 8, "what somebody names is not cut"
+
+
+HOSTS = ("--nodes", "2", "--rendezvous", "c10d://hosta:29500", "--nproc", "8")
+
+
+def decide_always(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """A plan decides so, whatever it is asked."""
+    decided = Decided((Decision("layout as planned", "it is a test"),), words)
+    monkeypatch.setattr("allranks.training.planned_layout.decide_layout", lambda *_, **__: decided)
+
+
+def test_what_a_plan_may_decide_is_not_refused_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ddp this is a rank without a sample; as tp=2 it is not."""
+    reached: list[object] = []
+
+    def run(*given: object) -> tuple[int, None]:
+        reached.append(given)
+        return 0, None
+
+    monkeypatch.setattr(running, "run_on_hosts", run)
+    monkeypatch.setattr(forkserver, "start", lambda *_, **__: None)
+    monkeypatch.setenv("ALLRANKS_SECRET", SECRET)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", POINTS, "train.global_batch=8", *HOSTS]) == 0 and len(reached) == 1
+    assert main(["train", POINTS, "train.global_batch=8", *HOSTS, "--layout", "ddp"]) == 2 and len(reached) == 1
+    request = TrainRequest(task_spec=POINTS, overrides=("train.global_batch=8",))
+    hosts = HostsRequest(2, 2, Endpoint("hosta", 29500))
+    decide_always(monkeypatch, "layout.tp=2", "layout.dp_shard=*")
+    settled, _ = plan_for_hosts(prepare(request), request, hosts, 8)
+    assert str(resolve_layout(settled.config, 16, 2)) == "dp_shard=8,tp=2"
+    decide_always(monkeypatch)  # ddp
+    with pytest.raises(LayoutError, match=r"train\.global_batch\(8\) < dp_replicate \* dp_shard\(16\)"):
+        plan_for_hosts(prepare(request), request, hosts, 8)
+
+
+def test_what_is_shown_is_what_the_run_takes_where_a_plan_does_not_fit_every_number_of_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    decide_always(monkeypatch, "layout.tp=2", "layout.dp_shard=*")
+    words = ["train", POINTS, "--show", "--json", *HOSTS, "--nodes", "1:2", "--nproc"]
+    assert main([*words, "1"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (decision,) = [one for one in told["decisions"] if one["what"] == "layout ddp, the default"]
+    assert "only data parallelism can change while a run goes on" in decision["because"]
+    assert told["cut"]["data-parallel ranks"] == 2
+    assert main([*words, "2"]) == 0 and json.loads(capsys.readouterr().out)["config"]["layout.tp"] == 2
+    assert main([*words, "1", "--layout", "tp=2,dp_replicate=*"]) == 2, "nor is one shown that the run refuses"
 
 
 def test_a_layout_that_the_hosts_cannot_share_is_refused() -> None:
@@ -435,6 +516,37 @@ def test_copies_need_memory_that_looks_like_a_directory(
     error = capsys.readouterr().err.strip()
     assert "checkpoint.memory_every: /dev/shm is not there, or not to be written to" in error and "\n" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_others_know_that_the_leader_plans_before_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def plan(*given: Any) -> Any:
+        assert said == ["planning"]
+        raise LayoutError("planned")
+
+    monkeypatch.setattr("allranks.surviving.hosts.introduction.learn", lambda *asked: None)  # it leads
+    monkeypatch.setattr(running_hosts, "plan_for_hosts", plan)
+    given: Any = SimpleNamespace(
+        notices=SimpleNamespace(post=lambda key, value: said.append(key)),
+        hosts=SimpleNamespace(endpoint=None, nodes=2),
+        **{"config": Config(), "seek": None, "is_open": True},
+    )
+    with pytest.raises(LayoutError, match="planned"):
+        running_hosts._share_run(given, given, given, given, 1)
+
+
+def test_a_run_that_the_leader_has_just_made_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of NFS that has not found it before goes on saying so."""
+    path = tmp_path / "run"
+    create = partial(Run.create, tmp_path, "task", Config(), {}, directory=path)
+    monkeypatch.setattr("allranks.checkpointing.looking_again.await_run", lambda seen: create())
+    assert running_hosts._open_shared(path).path == path
+    monkeypatch.setattr("allranks.checkpointing.looking_again.await_run", lambda seen: None)
+    with pytest.raises(RunError, match="all hosts need a file system on which they see the same run directory"):
+        running_hosts._open_shared(tmp_path / "none")
 
 
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")

@@ -11,6 +11,7 @@ from allranks.observing.journal import Journal
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.training.choose_processes import choose_processes, last_world_size
+from allranks.training.planned_layout import Decided, settle
 from allranks.training.prepare import open_run, prepare
 from tests.training.runs import TASKS
 
@@ -50,6 +51,22 @@ def test_how_many_processes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert choice(FIRST) == (4, "this machine has 4 GPU(s)")
     assert choice(replace(FIRST, device="cpu"))[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("decided", "number"), [(("layout.dp_shard=*",), 3), (("layout.tp=2", "layout.dp_shard=*"), 4)]
+)
+def test_a_planned_run_that_has_not_started_has_no_process_without_a_sample(
+    decided: tuple[str, ...], number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first workers failed before they had said that they start; tp=2 gives two of them the same samples."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    request = replace(FIRST, overrides=("train.global_batch=3",), run=tmp_path / "run")
+    assert choice(request)[0] == 3
+    open_run(settle(prepare(request), Decided((), decided, {"decided": list(decided)})), request).release()
+    again = TrainRequest(resume=tmp_path / "run")
+    assert prepare(again).config.layout.chosen and choice(again)[0] == number
+    assert choice(replace(again, layout="dp_replicate=*"))[0] == 4, "what somebody names is not cut"
 
 
 def test_a_resume_takes_as_many_processes_as_before(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

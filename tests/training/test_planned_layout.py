@@ -17,14 +17,15 @@ from allranks.layout import Layout
 from allranks.plan import Choice
 from allranks.planning import this_machine
 from allranks.planning.answer import make_plan
-from allranks.planning.cluster_file import write_cluster
 from allranks.planning.this_machine import CONTEXT_BYTES
 from allranks.reporting.report import report
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.stepping import profile
 from allranks.surviving.aside import call_aside
+from allranks.training import like_this_machine as like_this_machine_module
 from allranks.training import planned_layout
+from allranks.training.like_this_machine import like_this_machine
 from allranks.training.planned_layout import Aside, Decided, decide_layout, settle
 from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
 from allranks.training.sketch import Sketch
@@ -85,9 +86,9 @@ def nobody(entry: str, *args: Any) -> Any:
 
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine, its figures as if they had been measured."""
-    guessed = planned_layout._cluster(False, 2, 1)
+    guessed = like_this_machine(False, 2, 1)
     found = replace(guessed, device=replace(guessed.device, measured=True))
-    monkeypatch.setattr(planned_layout, "_cluster", lambda *_: found)
+    monkeypatch.setattr(planned_layout, "like_this_machine", lambda *_, **__: found)
 
 
 def decide(spec: str, *overrides: str, aside: Aside = here) -> tuple[Decided, Prepared]:
@@ -129,7 +130,7 @@ def test_gpus_that_nobody_names_are_not_planned_with_the_processors_figures(
 ) -> None:
     facts = this_machine.MachineFacts("Processor", 4, 16e9, (), unnamed)
     monkeypatch.setattr(this_machine, "look", lambda: facts)
-    monkeypatch.setattr(planned_layout, "look", lambda: facts)
+    monkeypatch.setattr(like_this_machine_module, "look", lambda: facts)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     prepared, request = prepared_of(POINTS)
     decided = decide_layout(prepared, replace(request, device="auto"), 2, nobody)
@@ -137,17 +138,6 @@ def test_gpus_that_nobody_names_are_not_planned_with_the_processors_figures(
     (decision,) = decided.decisions
     assert decision.what == planned_layout.DEFAULT and decision.because.startswith("it could not be planned: ")
     assert f"nvidia-smi does not name the GPUs that torch sees{': ' if unnamed else ''}{unnamed}" in decision.because
-
-
-def test_a_run_on_some_of_the_gpus_takes_what_was_measured_with_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = this_machine.MachineFacts("Processor", 4, 16e9, ("NVIDIA H100 80GB HBM3",) * 8)
-    monkeypatch.setattr(this_machine, "look", lambda: facts)
-    monkeypatch.setattr(planned_layout, "look", lambda: facts)
-    whole = this_machine.local_cluster()
-    write_cluster(replace(whole, devices_per_node=4, domain=4), this_machine.calibrated_path("h100", 4))
-    found, other = planned_layout._cluster(True, 4, 1), planned_layout._cluster(True, 2, 1)
-    assert found.num_devices == 4 and "figures as measured" in found.notes[-1] and found.machine
-    assert other.num_devices == 2 and "nobody measured this machine" in other.notes[-1]
 
 
 def test_figures_that_are_a_guess_are_no_reason_to_leave_ddp() -> None:
@@ -193,11 +183,11 @@ def test_what_saves_less_than_predictions_err_is_no_reason_to_leave_ddp(monkeypa
 def test_a_large_state_is_planned_with_because() -> None:
     """With the fastest that fits, however small its lead over ddp."""
     prepared, request = prepared_of(POINTS, "task.width=4000000")
-    machine = planned_layout._cluster(False, 2, 1)
+    machine = like_this_machine(False, 2, 1)
     memory = 3.0 * CONTEXT_BYTES
     small = replace(machine, device=replace(machine.device, memory_bytes=memory))
     assert 16 * 5 * 4_000_000 > planned_layout.OBVIOUS * small.device.memory_bytes < memory
-    with patch.object(planned_layout, "_cluster", return_value=small):
+    with patch.object(planned_layout, "like_this_machine", return_value=small):
         decided = decide_layout(prepared, request, 2, here)
     assert decided.document is not None
     best = decided.document["best"]
@@ -214,7 +204,7 @@ def test_a_large_state_is_planned_with_because() -> None:
 
 def test_frozen_parameters_count_their_weights_alone() -> None:
     prepared, _ = prepared_of(POINTS)
-    machine = planned_layout._cluster(False, 2, 1)
+    machine = like_this_machine(False, 2, 1)
     cluster = replace(machine, device=replace(machine.device, memory_bytes=4 * 1000.0))
     assert planned_layout._is_small(Sketch(175, 25, ""), prepared.config, cluster), "150 x 4 and 25 x 16 are 1000"
     assert not planned_layout._is_small(Sketch(175, 26, ""), prepared.config, cluster)
@@ -223,10 +213,10 @@ def test_frozen_parameters_count_their_weights_alone() -> None:
 def test_on_several_hosts_a_small_state_stays_ddp_since_nobody_knows_what_joins_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    guessed = planned_layout._cluster(False, 4, 2)
+    guessed = like_this_machine(False, 4, 2)
     assert (guessed.nodes, guessed.devices_per_node, guessed.machine) == (2, 2, "")
     found = replace(guessed, device=replace(guessed.device, measured=True))
-    monkeypatch.setattr(planned_layout, "_cluster", lambda *_: found)
+    monkeypatch.setattr(planned_layout, "like_this_machine", lambda *_, **__: found)
     prepared, request = prepared_of(POINTS, WIDE)
     decided = decide_layout(prepared, request, 4, here, 2)
     assert decided.overrides == () and decided.document is not None
@@ -236,9 +226,9 @@ def test_on_several_hosts_a_small_state_stays_ddp_since_nobody_knows_what_joins_
 
 def test_on_several_hosts_the_degree_that_spans_them_stays_open() -> None:
     prepared, request = prepared_of(POINTS, "task.width=4000000")
-    machine = planned_layout._cluster(False, 4, 2)
+    machine = like_this_machine(False, 4, 2)
     small = replace(machine, device=replace(machine.device, memory_bytes=3.0 * CONTEXT_BYTES))
-    with patch.object(planned_layout, "_cluster", return_value=small):
+    with patch.object(planned_layout, "like_this_machine", return_value=small):
         decided = decide_layout(prepared, request, 4, here, 2)
     assert decided.document is not None and decided.overrides
     config = settle(prepared, decided).config
@@ -253,15 +243,6 @@ def test_hosts_of_other_numbers_are_not_planned() -> None:
     decided = decide_layout(prepared, request, 3, nobody, 2)
     assert decided.overrides == () and decided.document is None
     assert "3 processes on 2 hosts are not the same number on each" in decided.decisions[0].because
-
-
-def test_gpus_of_several_hosts_are_joined_as_the_catalog_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = this_machine.MachineFacts("Processor", 4, 16e9, ("NVIDIA H100 80GB HBM3",) * 8)
-    monkeypatch.setattr(this_machine, "look", lambda: facts)
-    monkeypatch.setattr(planned_layout, "look", lambda: facts)
-    found = planned_layout._cluster(True, 16, 2)
-    assert (found.nodes, found.devices_per_node, found.num_devices, found.domain) == (2, 8, 16, 8)
-    assert found.notes[-1].startswith(f"{found.between.name} between nodes") and not found.machine
 
 
 def test_what_model_sets_in_the_environment_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +272,7 @@ def test_a_model_that_uses_a_gpu_while_it_builds_is_left_to_another_process(tmp_
     with patch.object(torch.cuda, "_lazy_init", side_effect=AssertionError("CUDA was initialised here")) as init:
         assert decide_layout(prepared, request, 2, elsewhere) == Decided(())
         init.assert_not_called()
-    assert asked == [("allranks.training.planned_layout:plan_layout", 2, False, 1)]
+    assert asked == [("allranks.training.planned_layout:plan_layout", like_this_machine(False, 2, 1))]
 
 
 @pytest.mark.full

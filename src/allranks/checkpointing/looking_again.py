@@ -14,6 +14,8 @@ from typing import Final
 
 PATIENCE_SECONDS: Final = 90.0
 """More than a client's acdirmax, so that it has asked the server by then also where this user may not write."""
+ASKED_SECONDS: Final = 5.0
+"""For a server that has been asked to answer, where whoever asks may as well be wrong about the file system."""
 _REST_SECONDS: Final = (0.05, 0.2, 1.0)  # the last one again and again
 
 
@@ -33,6 +35,16 @@ def await_name(path: Path, seconds: float = PATIENCE_SECONDS) -> bool:
         _change(path.parent)
         looks += 1
     return True
+
+
+def await_run(path: Path) -> None:
+    """As `await_name`, for the directory of a Run that another host has made or found at `path`.
+
+    Where there is none after all, as on hosts without a file system in common, whoever opens it says so.
+    """
+    asks = os.access(path.parent, os.W_OK)  # then a change there has the server asked
+    if await_name(path, ASKED_SECONDS if asks else PATIENCE_SECONDS):
+        await_name(path / "run.json")
 
 
 def _change(directory: Path) -> None:

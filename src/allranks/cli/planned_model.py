@@ -82,6 +82,9 @@ def find_subject(request: PlanRequest) -> Subject:
 def is_task(words: tuple[str, ...]) -> bool:
     """Whether the first of the words names a Task or a config, rather than a model by name."""
     first = words[0]
+    key, equals, _ = first.partition("=")
+    if first.endswith(".json") and not (equals and "." in key and "/" not in key):
+        return False  # a config.json, whatever is in the names of its folders
     return ".py" in first or ":" in first or first.endswith(".toml") or "=" in first
 
 

@@ -13,8 +13,11 @@ from allranks.cli.in_workers import DEMO, WORKER, train_in_workers
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.cli.run_ended import Document, document
 from allranks.cli.running_hosts import (
+    check_all_sizes,
     choose_workers,
     import_torch_quietly,
+    is_left_to_plan,
+    plan_for_hosts,
     run_on_hosts,
     take_secret_of,
 )
@@ -22,6 +25,7 @@ from allranks.config import read_task_spec
 from allranks.config_sections import AXES, LayoutConfig
 from allranks.errors import ConfigError
 from allranks.failure import end_process
+from allranks.hosts_request import HostsRequest
 from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.layout_string import WORDS
 from allranks.reporting.plain import as_json
@@ -72,44 +76,61 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: 
         forkserver.start(_named_task(request), modules=(WORKER,))
     if hosts is not None:
         import_torch_quietly()
+        return _train_on_hosts(request, hosts, secret)
     from allranks.training.choose_processes import choose_processes
     from allranks.training.prepare import prepare, resolve_layout
 
     prepared = prepare(request)
-    num_nodes = environment.num_nodes if hosts is None else hosts.nodes
-    if hosts is not None:
-        nproc, decision = choose_workers(prepared, request, hosts)
-        num_processes = nproc * hosts.nodes
-    elif environment.launcher == "none":
+    if environment.launcher == "none":
         num_processes, decision = choose_processes(prepared, request)
     else:
         num_processes = environment.world_size
         decision = Decision(f"{num_processes} processes", f"so many were started ({environment.launcher})")
     decided: Sequence[Decision] | None = None
     if num_processes > 1 and prepared.is_open:
-        decided = ()  # of several hosts the one that leads decides
-        if hosts is None or request.show:
-            from allranks.surviving.aside import call_aside
-            from allranks.training.planned_layout import decide_layout, settle
+        from allranks.surviving.aside import call_aside
+        from allranks.training.planned_layout import decide_layout, settle
 
-            found = decide_layout(prepared, request, num_processes, call_aside, num_nodes)
-            prepared, decided = settle(prepared, found), found.decisions
-            request = replace(request, overrides=(*request.overrides, *found.overrides))
-    layout = resolve_layout(prepared.config, num_processes, num_nodes)
+        place = (call_aside, environment.num_nodes)
+        found = decide_layout(prepared, request, num_processes, *place, own_gpus=environment.own_device)
+        prepared, decided = settle(prepared, found), found.decisions
+        request = replace(request, overrides=(*request.overrides, *found.overrides))
+    layout = resolve_layout(prepared.config, num_processes, environment.num_nodes)
     if decided is None:
         decided = [Decision(f"layout {layout}", _because_named(prepared.config.layout, layout))]
     decisions = (*prepared.decisions, decision, *decided)
     if request.show:
         return 0, _show(request, prepared, layout, decisions)
     if environment.launcher == "none":
-        _check_many(num_processes // (1 if hosts is None else hosts.nodes))
+        _check_many(num_processes)
     if request.show_sharding:
         from allranks.cli.sharding import show_sharding
 
         return show_sharding(request, layout, num_processes)
-    if hosts is not None:
-        return run_on_hosts(request, hosts, prepared, nproc, decisions, secret)
     return _run(request, prepared, num_processes, decisions)
+
+
+def _train_on_hosts(request: TrainRequest, hosts: HostsRequest, secret: bytes) -> tuple[int, Document | None]:
+    """As `_train_here`, of one host among several: of a new run that names no layout the one that leads plans it."""
+    from allranks.training.prepare import prepare, resolve_layout
+
+    prepared = prepare(request)
+    nproc, decision = choose_workers(prepared, request, hosts)
+    decisions = (*prepared.decisions, decision)
+    if not request.show:
+        _check_many(nproc)
+    if is_left_to_plan(prepared, nproc, hosts):
+        if not request.show:
+            return run_on_hosts(request, hosts, prepared, nproc, decisions, secret)
+        prepared, decided = plan_for_hosts(prepared, request, hosts, nproc)
+        layout = resolve_layout(prepared.config, nproc * hosts.nodes, hosts.nodes)
+    else:
+        layout = resolve_layout(prepared.config, nproc * hosts.nodes, hosts.nodes)
+        check_all_sizes(prepared, nproc, hosts)
+        decided = (Decision(f"layout {layout}", _because_named(prepared.config.layout, layout)),)
+    if request.show:
+        return 0, _show(request, prepared, layout, (*decisions, *decided))
+    return run_on_hosts(request, hosts, prepared, nproc, (*decisions, *decided), secret)
 
 
 def _because_named(config: LayoutConfig, layout: "Layout") -> str:

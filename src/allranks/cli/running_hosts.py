@@ -74,6 +74,8 @@ def choose_workers(prepared: "Prepared", request: TrainRequest, hosts: HostsRequ
     """How many workers this host starts. Raises LayoutError where the layout's do not divide over the hosts."""
     import torch
 
+    from allranks.training.choose_processes import fewer_for_batch
+
     if request.nproc is not None:
         return request.nproc, Decision(_on(request.nproc * hosts.nodes, hosts), "--nproc says so")
     gpus = torch.cuda.device_count() if request.device != "cpu" else 0
@@ -82,14 +84,20 @@ def choose_workers(prepared: "Prepared", request: TrainRequest, hosts: HostsRequ
         raise LayoutError(f"the layout asks for {total} processes, which {hosts.nodes} hosts cannot share: say --nproc")
     because = f"{gpus} GPU(s) a host" if gpus else "without a GPU, one a host"
     batch = prepared.config.train.global_batch
-    if not prepared.config.layout.chosen and total > batch >= hosts.nodes:
-        total = batch // hosts.nodes * hosts.nodes
+    fewer = fewer_for_batch(prepared, total, hosts.nodes)
+    if fewer < total:
+        total = fewer
         because = f"train.global_batch={batch} gives no more than that a sample, and every host starts as many"
     return total // hosts.nodes, Decision(_on(total, hosts), because)
 
 
 def _on(processes: int, hosts: HostsRequest) -> str:
     return f"{processes} processes on {hosts.nodes} hosts" + ("" if hosts.least == hosts.nodes else " at most")
+
+
+def is_left_to_plan(prepared: "Prepared", nproc: int, hosts: HostsRequest) -> bool:
+    """Whether the host that leads plans the layout, of which nothing can be said before."""
+    return prepared.is_open and nproc * hosts.nodes > 1
 
 
 def check_all_sizes(prepared: "Prepared", nproc: int, hosts: HostsRequest) -> None:
@@ -129,7 +137,6 @@ def run_on_hosts(
     copies = prepared.config.checkpoint.memory_every is not None
     if copies:
         check_there()
-    check_all_sizes(prepared, nproc, hosts)
     guard = prepared.config.guard
     meeting = _meet(hosts.endpoint, guard, secret)
     facts = facts_here(prepared, hosts)
@@ -199,7 +206,7 @@ def _share_run(
     What is newer in the leader's memory than on the disk is brought there first. With it, what was decided of the
     layout: the leader plans that of a new run which names none.
     """
-    from allranks.surviving.hosts.introduction import introduce, learn
+    from allranks.surviving.hosts.introduction import announce_plan, introduce, learn
     from allranks.surviving.hosts.losses import LOST
     from allranks.surviving.hosts.succession import succeed
     from allranks.surviving.memory_tier import open_memory
@@ -209,10 +216,11 @@ def _share_run(
     wait = prepared.config.guard.join_seconds
     decided: tuple[Decision, ...] = ()
     try:
-        path = learn(company.notices, facts, request.hosts.endpoint, wait, company.seek)
+        path = learn(company.notices, facts, request.hosts.endpoint, wait, company.seek, _tell)
         if path is None:
-            if prepared.is_open and nproc * request.hosts.nodes > 1:
-                prepared, decided = _plan(prepared, request, request.hosts, nproc)
+            if is_left_to_plan(prepared, nproc, request.hosts):
+                announce_plan(company.notices)
+                prepared, decided = plan_for_hosts(prepared, request, request.hosts, nproc)
             run = open_run(prepared, request)
             copies = open_memory(run, wanted=False)
             if copies is not None:
@@ -230,22 +238,32 @@ def _share_run(
     return run, decided
 
 
-def _plan(
+def plan_for_hosts(
     prepared: "Prepared", request: TrainRequest, hosts: HostsRequest, nproc: int
 ) -> tuple["Prepared", tuple[Decision, ...]]:
-    """With the layout that a plan decides for all hosts together, if it fits every number of them."""
+    """With the layout that a plan decides for all hosts together, if it fits every number of them; else ddp.
+
+    Raises LayoutError where that does not fit them, either.
+    """
     from allranks.surviving.aside import call_aside
     from allranks.training.planned_layout import decide_layout, settle, unplanned
+    from allranks.training.prepare import resolve_layout
 
     found = decide_layout(prepared, request, nproc * hosts.nodes, call_aside, hosts.nodes)
     try:
         check_all_sizes(settle(prepared, found), nproc, hosts)
     except LayoutError as error:
         found = unplanned(str(error))
-    return settle(prepared, found), found.decisions
+    settled = settle(prepared, found)
+    resolve_layout(settled.config, nproc * hosts.nodes, hosts.nodes)
+    check_all_sizes(settled, nproc, hosts)
+    return settled, found.decisions
 
 
 def _open_shared(path: Path) -> Run:
+    from allranks.checkpointing.looking_again import await_run
+
+    await_run(path)
     try:
         return Run.open(path)
     except RunError as error:

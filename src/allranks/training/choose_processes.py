@@ -1,12 +1,13 @@
 """How many processes this machine starts where nobody says so."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from allranks.errors import ConfigError, LayoutError
-from allranks.layout import num_processes, render_layout
+from allranks.layout import Layout, num_processes, render_layout
 from allranks.layout_string import parse_layout
 from allranks.request import TrainRequest
 from allranks.run import Run
@@ -33,10 +34,27 @@ def choose_processes(prepared: Prepared, request: TrainRequest, nodes: int = 1) 
     chosen = num_processes(config.layout, available, nodes)
     if chosen != available:
         because = f"the layout {render_layout(config.layout)} asks for it"
-    elif not config.layout.chosen and chosen > config.train.global_batch:
-        chosen = config.train.global_batch
-        because = f"train.global_batch={chosen} gives no more than that a sample"
+    elif prepared.unnamed and Layout.resolve(config.layout, chosen, nodes).dp > config.train.global_batch:
+        chosen = fewer_for_batch(prepared, chosen, nodes)
+        because = f"train.global_batch={config.train.global_batch} gives no more than that a sample"
     return chosen, Decision(_count(chosen), because)
+
+
+def fewer_for_batch(prepared: Prepared, processes: int, nodes: int = 1) -> int:
+    """Of so many processes those that are started where nobody names a layout: no more than a step has samples.
+
+    The plan of a run's first start was made for these, so that its later ones, and hosts that come later, count alike.
+
+    Args:
+        nodes: which all start as many.
+    """
+    most = prepared.config.train.global_batch // nodes * nodes
+    if not prepared.unnamed or not 0 < most < processes:
+        return processes
+    with contextlib.suppress(LayoutError):  # it was planned for more, which somebody named (--nproc)
+        fewer = num_processes(prepared.config.layout, most, nodes)
+        return processes if fewer % nodes else fewer
+    return processes
 
 
 def last_world_size(run: Run) -> int:

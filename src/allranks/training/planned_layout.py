@@ -15,7 +15,7 @@ import torch
 
 from allranks.cluster import Cluster
 from allranks.config import Config, LayoutConfig, override_config
-from allranks.errors import AllranksError, ConfigError
+from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.plan import Choice, Plan, Ranked
 from allranks.planning.answer import make_plan
@@ -24,12 +24,11 @@ from allranks.planning.document import layout_table, plan_document
 from allranks.planning.estimate import estimate
 from allranks.planning.question import Question, choose_precisions
 from allranks.planning.reasons import why_not
-from allranks.planning.scale import cluster_of
-from allranks.planning.this_machine import cpu_cluster, local_cluster, look
 from allranks.profiling.known_tasks import KnownTask, find_known
 from allranks.request import TrainRequest
 from allranks.stepping.upkeep import upkeep_of
 from allranks.training.counted_parameters import device_untouched
+from allranks.training.like_this_machine import like_this_machine
 from allranks.training.prepare import Prepared, prepare, resolve_layout
 from allranks.training.sketch import Sketch, sketch_of, trace_known
 from allranks.units import format_seconds
@@ -74,6 +73,7 @@ def decide_layout(
     num_nodes: int = 1,
     *,
     here: bool = True,
+    own_gpus: bool = False,
 ) -> Decided:
     """The layout for `num_processes`, of a new run of several whose config names none.
 
@@ -82,6 +82,7 @@ def decide_layout(
             joins such machines with, since nobody measured that.
         here: whether model() may run in this process; not in a rank, whose draws it would move on, and whose peers are
             not in it.
+        own_gpus: whether each process is known to have a GPU of its own, also where this one sees fewer than there are.
         aside: calls "package.module:function" with arguments in a process of its own, as `call_aside` does. Here CUDA
             is not initialised, whose context would lie on a GPU for as long as the run lasts. It is waited for: who
             ended it would end the user's dataset in the middle of what that writes.
@@ -91,30 +92,30 @@ def decide_layout(
         return _default(f"layout.{beside} is set, which a plan does not weigh")
     on_gpu = request.device != "cpu" and torch.cuda.device_count() > 0
     try:
-        cluster, sketch = _cluster(on_gpu, num_processes, num_nodes), None
+        cluster, sketch = like_this_machine(on_gpu, num_processes, num_nodes, own_gpus), None
         with contextlib.suppress(Exception), _environment_kept(), device_untouched():
-            sketch = sketch_of(prepared, _kind(on_gpu)) if here else None
+            sketch = sketch_of(prepared, cluster.device.kind) if here else None
         known = None if sketch is None else find_known(sketch.key)
         if known is not None and _answers(known, prepared, cluster):
             return _planned(prepared, cluster, known, small=_is_small(sketch, prepared.config, cluster))
-        planned = aside(f"{__name__}:{plan_layout.__name__}", request, num_processes, on_gpu, num_nodes)
+        planned = aside(f"{__name__}:{plan_layout.__name__}", request, cluster)
         assert isinstance(planned, Decided)
         return planned
     except AllranksError as error:
         return unplanned(str(error))
 
 
-def plan_layout(request: TrainRequest, num_processes: int, on_gpu: bool, num_nodes: int = 1) -> Decided:
+def plan_layout(request: TrainRequest, cluster: Cluster) -> Decided:
     """The same in whatever process, from a trace where none is known: model() runs here as it is."""
     try:
-        prepared, cluster, sketch = prepare(request), _cluster(on_gpu, num_processes, num_nodes), None
+        prepared, sketch = prepare(request), None
         with contextlib.suppress(Exception):
-            sketch = sketch_of(prepared, _kind(on_gpu))
+            sketch = sketch_of(prepared, cluster.device.kind)
         known = None if sketch is None else find_known(sketch.key)
         told: list[Decision] = []
         if known is None or not _answers(known, prepared, cluster):
             waits = LONGEST if sketch is None or _is_small(sketch, prepared.config, cluster) else None
-            wanted = _precisions(prepared, cluster), _kind(on_gpu)
+            wanted = _precisions(prepared, cluster), cluster.device.kind
             known = trace_known(prepared, *wanted, sketch, told.append, within=waits)
         decided = _planned(prepared, cluster, known, small=_is_small(sketch, prepared.config, cluster))
         return replace(decided, decisions=(*told, *decided.decisions))
@@ -124,10 +125,6 @@ def plan_layout(request: TrainRequest, num_processes: int, on_gpu: bool, num_nod
         # The user's code, in a trace. Where it is a real fault, the workers raise it again.
         line = next(iter(str(error).splitlines()), "")
         return unplanned(f"{type(error).__name__}: {line}")
-
-
-def _kind(on_gpu: bool) -> str:
-    return "cuda" if on_gpu else "cpu"
 
 
 def _precisions(prepared: Prepared, cluster: Cluster) -> tuple[str, ...]:
@@ -167,28 +164,6 @@ def _beyond_a_plan(layout: LayoutConfig) -> str:
     usual = LayoutConfig()
     names = (name for name in LayoutConfig.model_fields if name not in MODES)
     return next((name for name in names if getattr(layout, name) != getattr(usual, name)), "")
-
-
-def _cluster(on_gpu: bool, num_processes: int, num_nodes: int) -> Cluster:
-    """Machines like this one, as it was measured where it was.
-
-    Raises ConfigError where nobody says what its GPUs are, or the machines cannot have the same number of processes.
-    """
-    each, left = divmod(num_processes, num_nodes)
-    if left:
-        raise ConfigError(f"{num_processes} processes on {num_nodes} hosts are not the same number on each")
-    name = "local" if num_nodes == 1 else f"{num_nodes} hosts like this one"
-    if not on_gpu:
-        return cpu_cluster(num_nodes, each, None, name=name)
-    unnamed = look().unnamed
-    found = None if unnamed else local_cluster(each)
-    if found is None or found.device.kind == "cpu":
-        raise ConfigError(f"nvidia-smi does not name the GPUs that torch sees{unnamed and f': {unnamed}'}")
-    one = cluster_of(found, each)
-    if num_nodes == 1:
-        return one
-    joined = f"{one.between.name} between nodes, because nobody said what joins them"
-    return replace(one, name=name, nodes=num_nodes, machine="", corrections={}, notes=(*one.notes, joined))
 
 
 def _planned(prepared: Prepared, cluster: Cluster, known: KnownTask, *, small: bool) -> Decided:

@@ -42,7 +42,7 @@ from allranks.training.snapshot import Contents, kept_schedule
 from allranks.training.starting_point import OPEN_MIRROR, find_starting_point
 from allranks.training.stop import StopRequests
 from allranks.training.trainer import EXIT_CODES, Ending, Trainer
-from allranks.training.without_agent import plan_together, share_run
+from allranks.training.without_agent import settle_together, share_run
 from allranks.verdict import Decision
 
 FREE_CHECKPOINTS = "delete what is left in checkpoints/ by hand, or give this user the right to"
@@ -90,13 +90,13 @@ def work(assignment: Assignment) -> int:
     if prepared.config.checkpoint.memory_every is not None and assignment.memory is None:
         raise ConfigError(f"checkpoint.memory_every: {NEEDS_SUPERVISOR}")
     size, nodes = environment.world_size, environment.num_nodes
-    aside = assignment.aside if prepared.is_open and size > 1 else None
-    layout = None if aside is not None else resolve_layout(prepared.config, size, nodes)
+    plans = assignment.aside is not None and prepared.is_open and size > 1
+    layout = None if plans else resolve_layout(prepared.config, size, nodes)
     choice = choose_device(environment, assignment.request.device, prepared.config.train.backend, layout)
     choice = start(environment, choice, timeout_seconds=prepared.config.guard.longest_wait)
     try:
-        if aside is not None:
-            prepared = plan_together(prepared, assignment.request, environment, choice.device, aside)
+        if assignment.run is None and size > 1:
+            prepared = settle_together(prepared, assignment.request, environment, choice, assignment.aside)
         layout = resolve_layout(prepared.config, size, nodes)
         processes = gather_processes(environment, choice, layout)
         run = prepared.kept if assignment.run is not None else share_run(prepared, assignment.request, processes)

@@ -12,6 +12,7 @@ from allranks.errors import ProcessError, RunError
 from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts.greeting import other_secret
 from allranks.surviving.hosts.notices import Notices
+from allranks.surviving.hosts.place import StoreLostError
 from allranks.surviving.hosts.seal import SealError
 
 POLL_SECONDS = 0.1
@@ -49,11 +50,26 @@ def introduce(notices: Notices, facts: Facts, run: Path) -> None:
     notices.post("run", {"facts": dict(facts), **where})
 
 
-def learn(notices: Notices, facts: Facts, endpoint: Endpoint, seconds: float, seek: Callable[[], bool]) -> Path | None:
+def announce_plan(notices: Notices) -> None:
+    """The leader's: say that it plans the layout before there is a Run, which may run the user's whole dataset()."""
+    notices.post("planning", {"host": socket.gethostname()})
+
+
+def learn(
+    notices: Notices,
+    facts: Facts,
+    endpoint: Endpoint,
+    seconds: float,
+    seek: Callable[[], bool],
+    tell: Callable[[str], None],
+) -> Path | None:
     """Where a leader has said that the Run directory is; waits up to `seconds` for that.
+
+    For one that plans it waits as long as that leads: who is lost leads no more, or takes the meeting along.
 
     Args:
         seek: has this host lead where nobody does, and says whether it leads.
+        tell: says to this host's user what is waited for.
 
     Returns:
         None: nobody has said so, and this host leads.
@@ -61,21 +77,32 @@ def learn(notices: Notices, facts: Facts, endpoint: Endpoint, seconds: float, se
     Raises:
         ConfigError: the secret is another.
         RunError: code or config are other ones than the leader's.
-        ProcessError: the leader has said nothing.
-        StoreLostError: it has gone.
+        ProcessError: the leader has said nothing, or has ended after it began to plan.
+        StoreLostError: it has gone, and not while it planned.
     """
-    deadline = time.monotonic() + seconds
+    deadline, planner = time.monotonic() + seconds, None
     while True:
         try:
             leads = seek()
             told = notices.read("run")
+            planning = notices.read("planning")
+        except StoreLostError as error:
+            if planner is None:
+                raise
+            # Perhaps for what it has said on its own screen: that no layout fits, that it may not write there.
+            raise ProcessError(
+                f"{planner} led, planned the layout and ended before there was a run: {error}"
+            ) from error
         except SealError as error:
             raise other_secret(endpoint) from error
         if told is not None:
             break
         if leads:
             return None
-        if time.monotonic() > deadline:
+        if planning is not None and planning["host"] != planner:
+            planner = planning["host"]
+            tell(f"{planner} leads and plans the layout, as long as the model's trace and its dataset() take: waiting")
+        if planner is None and time.monotonic() > deadline:
             raise ProcessError(f"the host at {endpoint} said nothing for {seconds:g} s (guard.join_seconds)")
         time.sleep(POLL_SECONDS)
     for name, here in facts.items():

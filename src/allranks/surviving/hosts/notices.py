@@ -1,6 +1,7 @@
 """What hosts tell each other besides the state of the rendezvous: sealed JSON, each under a key of its own.
 
 run                        what all hosts have to have alike, and where the Run directory is     (by the leader)
+planning                   which host plans the layout, before there is a Run directory          (by the leader)
 heirs                      [host, pid] of all who have led, or were about to                     (by the leader)
 member/ROUND/NUMBER        a host's number of workers, and its addresses
 meet/ROUND                 the attempt, the workers' store, the hosts' order, workers and addresses   (by the leader)
