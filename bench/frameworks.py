@@ -1,5 +1,6 @@
 """What the frameworks of published runs do, as Mechanisms: from their documents and code, as far as they say."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -40,33 +41,88 @@ ZERO = Mechanisms(
     name="DeepSpeed ZeRO-3", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
     gather_bytes=2, reduce_bytes=2, overlap_data=0.0, attention_dropout=True, bucket_bytes=2e9, messages=12,
 )  # fmt: skip
+# Since (overlap_comm, and blocks fetched ahead as one; stage3_prefetch_bucket_size) its users' models are Hugging
+# Face's, with FlashAttention-2 and torch's own elementwise kernels.
+LATER_ZERO = replace(
+    ZERO, fused_attention=True, attention_dropout=False, fusion=1.0, overlap_data=0.9, messages=1, bucket_bytes=0.0,
+    logits_copies=3.0,
+)  # fmt: skip
+LATER_DEEPSPEED = replace(
+    DEEPSPEED, fused_attention=True, attention_dropout=False, fusion=1.0, overlap_data=0.5, dispatch_seconds=8e-6,
+    logits_copies=3.0, bucket_bytes=1e9,
+)  # fmt: skip
 JAX = Mechanisms(
     name="JAX", fusion=0.6, gather_bytes=2, reduce_bytes=4, dispatch_seconds=0.0, attention="vendor",
 )  # fmt: skip
-TORCH = ("titan", "fsdp", "nanogpt", "pytorch", "hugging", "accelerate", "lightning", "fms")
+LLM_C = replace(CORE, name="llm.c", sequence_parallel=False)  # its own fused kernels and cuDNN's attention
+TORCH = (
+    "titan", "fsdp", "nanogpt", "pytorch", "accelerate", "lightning", "fms", "torchtune", "litgpt",
+)  # fmt: skip
 """Words in the names of frameworks that run torch's own FSDP, DDP and loss."""
+ADAPTED = ("xtuner", "swift", "hugging", "transformers", "llama-factory", "axolotl", "trl", "deepspeed-chat")
+"""Words in the names of frameworks that train Hugging Face's models with DeepSpeed."""
+NORM_BY_HAND = re.compile(rf"{'|'.join(ADAPTED)}|(rms)?norm not fused|unfused (rms)?norm")
+"""Where RMSNorm is transformers' own module, or the source says that it is not one kernel."""
+BEFORE_FLASH = ("V100", "A100", "A800")
+"""GPU generations on which Megatron-LM, NeMo and DeepSpeed trained GPTs before they had FlashAttention (2022)."""
+LOW_STATES = re.compile(
+    r"(param|weight|gradient|state|optim|adam|momen)[^.;]*\b(kept|held|stored)?\s*in bf16|pure bf16|bf16 \(param"
+)
+"""In a source's words: no float32 copy of anything."""
 
 
 def mechanisms_of(row: Mapping[str, Any]) -> Mechanisms:
-    """What is known of the row's framework; of an unknown one, that it is one of torch's or of Megatron-Core's kind."""
-    name = str(row["framework"]).lower()
-    if "zero-3" in name or ("deepspeed" in name and row["parallel"].get("zero") == 3):
-        return ZERO
+    """What is known of the row's framework; of an unknown one nothing but what Megatron-LM and torch both do."""
+    how = _of_framework(row)
+    text = f"{row['precision']}; {row.get('notes')}".lower()
+    if (
+        not _is_early(row)
+        and row["model"]["arch"] != "gpt"
+        and NORM_BY_HAND.search(f"{row['framework']} {text}".lower())
+    ):
+        how = replace(how, norm_passes=9.0)
+    if LOW_STATES.search(text):
+        how = replace(how, weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, temporary_gradient_bytes=2)
+    return how
+
+
+def _of_framework(row: Mapping[str, Any]) -> Mechanisms:
+    name, zero = str(row["framework"]).lower(), row["parallel"].get("zero") or 0
+    early = _is_early(row)
+    if any(word in name for word in ADAPTED) and zero and "fsdp" not in name:
+        return LATER_ZERO if zero == 3 else LATER_DEEPSPEED
+    if "zero-3" in name or ("deepspeed" in name and zero == 3):
+        return ZERO if early else LATER_ZERO
     if "deepspeed" in name:
-        return _deepspeed(row)
-    if "megatron-lm" in name and row["hardware"]["gpu"][0] in "AV":  # before FlashAttention
+        return _deepspeed(row) if early else replace(_deepspeed(row), fused_attention=True, attention_dropout=False)
+    if early and ("megatron" in name or "nemo" in name):
         return replace(OLD, sequence_parallel=bool(row["parallel"].get("sp")))
     if "jax" in name or "maxtext" in name or "pax" in name:
         return JAX
-    if "nemo" in name or "bridge" in name:
-        return NEMO
-    if "megatron" in name:
-        return FLAGS if "megatron-core" in name else CORE
     if "foundry" in name or "fsdp1" in name or "composer" in name:
         return FOUNDRY
     if any(word in name for word in TORCH):
         return _torch(row)
-    return replace(CORE, name=name, sequence_parallel=bool(row["parallel"].get("sp")))
+    if "nemo" in name or "bridge" in name:
+        return _on_its_device(NEMO, row)
+    if "megatron" in name:
+        return _on_its_device(FLAGS if "megatron-core" in name else CORE, row)
+    if "llm.c" in name:
+        return LLM_C
+    unknown = replace(CORE, name=name, fusion=1.0, attention="flash2", known=False)
+    return replace(unknown, sequence_parallel=bool(row["parallel"].get("sp")))
+
+
+def _is_early(row: Mapping[str, Any]) -> bool:
+    """Whether it is a GPT of the years in which attention wrote its scores."""
+    gpt = row["model"]["arch"] == "gpt" and not row["model"].get("gated")
+    return gpt and str(row["hardware"]["gpu"]).startswith(BEFORE_FLASH)
+
+
+def _on_its_device(how: Mechanisms, row: Mapping[str, Any]) -> Mechanisms:
+    """Transformer Engine takes cuDNN's attention on Hopper and later devices, FlashAttention-2 on earlier ones."""
+    earlier = str(row["hardware"]["gpu"])[:2] in ("V1", "A1", "A8", "L4", "RT")
+    return replace(how, attention="flash2") if earlier else how
 
 
 def _torch(row: Mapping[str, Any]) -> Mechanisms:

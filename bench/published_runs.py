@@ -184,9 +184,12 @@ def setting_of(row: Row) -> Setting | None:
     keeps = "torchtitan" in row["framework"] and zero == 3 and pp > 1
     if keeps:  # its pipelines gather once a step, and reduce once
         how = replace(how, reduces_every_micro_step=False)
+    group = parallel.get("fsdp") or dp * cp  # a source's copies shard among themselves (HSDP)
+    shard = group if zero == 3 and (dp * cp) % group == 0 else dp * cp if zero else 1
+    said = f"{row['framework']} {row.get('notes')} {parallel.get('cp_kind')}".lower()
     return Setting(
         global_batch=parallel["gbs"], micro_batch=micro_batch_of(row), dp=dp, tp=parallel["tp"], cp=cp, pp=pp,
-        ep=parallel.get("ep") or 1, shard=dp * cp if zero else 1, zero=zero, chunks=chunks_of(row),
+        ep=parallel.get("ep") or 1, shard=shard, zero=zero, chunks=chunks_of(row), ring="ulysses" not in said,
         schedule="interleaved" if schedule.startswith("interleaved") else schedule.split("(", maxsplit=1)[0],
         recompute=recompute_of(row), precision=precision_of(row), frozen=row.get("task") == "lora",
         keeps_gathered=keeps, mechanisms=how,

@@ -58,6 +58,21 @@ def test_fits_of_rows_that_nothing_was_made_with() -> None:
     assert found["memory_mape"] <= 0.05
 
 
+def test_what_the_page_says_of_runs_that_nobody_had_looked_at() -> None:
+    """Of the set that was read since, what the program prints now; of the second, its first score, as it is kept."""
+    page = (ROOT / "docs" / "explanation" / "planner.md").read_text()
+    now = report("unseen-runs")["all"]
+    said = "prints {step_mape:.1%} for the step ({step_median:.1%} in the median), {memory_mape:.1%} for memory, "
+    said += "{false_fits} false fits, {false_refusals} false refusals and {coverage:.1%} in the intervals"
+    assert said.format(**now) in page
+    first = json.loads((ROOT / "bench" / "results" / "second-unseen-runs.json").read_text())
+    table = page.split("### A second set that nobody had looked at")[1]
+    for name, figures in (*first["sources"].items(), ("all", first["all"])):
+        cells = f"| {name} | {figures['rows']} | {figures['step_mape']:.1%} | {figures['step_median']:.1%} |"
+        assert cells in table
+    assert report("second-unseen-runs")["all"]["step_mape"] <= first["all"]["step_mape"] + 0.005
+
+
 def test_choices_and_intervals() -> None:
     total = report()["all"]
     assert total["groups"] > 90
@@ -189,6 +204,40 @@ def test_precisions_switches_and_devices_of_other_files(tmp_path: Path) -> None:
     assert 1.5 * seconds["half"] < seconds["tf32"] and 2 * seconds["tf32"] < seconds["fp32"]
     assert seconds["again"] == seconds["half"] > 1.1 * seconds["kept"]
     assert seconds["H20-96GB"] > seconds["half"] and seconds["A800-80GB"] >= 0.95 * seconds["half"]
+
+
+def test_frameworks_are_read_by_their_years_and_words(tmp_path: Path) -> None:
+    """A GPT on an A100 wrote its scores, a LLaMA does not; norms by hand and unknown frameworks cost; Ulysses swaps."""
+    llama = {"arch": "llama", "gated": True, "heads": 32, "kv_heads": 32, "layers": 4, "hidden": 4096, "ffn": 11008}
+    alone = {"dp": 8, "tp": 1, "pp": 1, "cp": 1, "zero": 3, "gbs": 8, "mbs": 1, "fsdp": None}
+    here = {"gpu": "A100-80GB-SXM", "n_gpus": 8, "gpus_per_node": 8}
+    one: dict[str, Any] = {"hardware": here, "parallel": alone, "precision": "bf16", "recompute": "none", "notes": ""}
+    new = {**one, "model": {**llama, "seq_len": 8192}, "framework": "DeepSpeed ZeRO-3"}
+    old = {**one, "model": {**llama, "arch": "gpt", "gated": False, "seq_len": 8192}, "framework": "DeepSpeed ZeRO-3"}
+    many = {**one, "model": {**llama, "seq_len": 65536}, "framework": "PyTorch FSDP2"}
+    rows = [
+        changed("flash", **new),
+        changed("scores", **old),
+        changed("hugging", **{**new, "framework": "Hugging Face (DeepSpeed)"}),
+        changed("titan", **{**new, "framework": "torchtitan"}),
+        changed("low", **{**new, "framework": "torchtitan", "precision": "bf16 (parameters and Adam states)"}),
+        changed("anybodys", **{**new, "framework": "Anybody's"}),
+        changed("by-hand", **{**new, "framework": "Anybody's", "notes": "RMSNorm not fused"}),
+        changed("ring", **{**many, "parallel": {**alone, "dp": 1, "cp": 8, "gbs": 1}}),
+        changed("swaps", **{**many, "parallel": {**alone, "dp": 1, "cp": 8, "gbs": 1}, "notes": "Ulysses"}),
+        changed("hsdp", **{**new, "framework": "PyTorch FSDP2", "parallel": {**alone, "fsdp": 2}}),
+    ]
+    lines = [line.split() for line in judged(tmp_path, rows, "--rows").splitlines()]
+    found = {line[0]: line for line in lines if line[0] in {row["id"] for row in rows}}
+    seconds = {name: float(line[2]) for name, line in found.items()}
+    gib = {name: float(line[6]) for name, line in found.items()}
+    assert gib["scores"] > 2 * gib["flash"] and seconds["scores"] > 1.2 * seconds["flash"]
+    assert seconds["hugging"] > 1.03 * seconds["flash"] and seconds["by-hand"] > 1.03 * seconds["anybodys"]
+    assert gib["low"] < gib["titan"] < gib["hsdp"]
+    assert seconds["ring"] != seconds["swaps"]
+    wide = json.loads(judged(tmp_path, [row for row in rows if row["id"] == "anybodys"], "--json"))["all"]
+    known = json.loads(judged(tmp_path, [row for row in rows if row["id"] == "titan"], "--json"))["all"]
+    assert wide["interval_width"] > 1.2 * known["interval_width"]
 
 
 def test_the_constants_are_what_the_fit_finds(tmp_path: Path) -> None:

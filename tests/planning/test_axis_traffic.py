@@ -7,7 +7,7 @@ import pytest
 
 from allranks.model_shape import ModelShape
 from allranks.planning.axis_traffic import AxisTraffic, axes_of, axis_traffic
-from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
+from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
 from allranks.planning.setting import Mechanisms, Setting
 from tests.planning.profiles import cluster
 
@@ -62,10 +62,18 @@ def test_logits_that_are_gathered_travel_once() -> None:
 def test_a_ring_hides_behind_its_attention() -> None:
     long = replace(SHAPE, seq=32768)
     assert traffic(long, cp=2).context == 0.0 < traffic(long, cp=2, ring=False).context
-    got = traffic(cp=2, ring=False)
-    keys_and_values = 2 * 2.0 * 2048 * 4 * 128
-    assert got.context_bytes == 3 * keys_and_values
-    assert got.context == pytest.approx(3 * all_gather_seconds(axes_of(WHERE, setting(cp=2)).context, keys_and_values))
+    assert traffic(cp=2).context_bytes == 3 * (2 * 2.0 * 2048 * 4 * 128)
+
+
+def test_ulysses_swaps_positions_for_heads_and_back() -> None:
+    """DeepSpeed's Ulysses, 2309.14509, section 3.2: queries, keys and values before, results after; 1 / cp of each."""
+    made = setting(cp=2, ring=False)
+    got, group = traffic(cp=2, ring=False), axes_of(WHERE, made).context
+    queries, keys = 2.0 * 1024 * SHAPE.heads * 128, 2.0 * 1024 * 4 * 128
+    assert got.context_bytes == 2 * 2 * (queries + keys)
+    assert got.context == pytest.approx(4 * (all_to_all_seconds(group, queries) + all_to_all_seconds(group, keys)))
+    many, few = (traffic(replace(SHAPE, seq=32768), cp=cp, ring=False).context for cp in (2, 8))
+    assert few < 0.8 * many  # where a ring moves all keys and values whatever cp is
 
 
 def test_a_token_goes_to_each_of_its_experts_and_back() -> None:

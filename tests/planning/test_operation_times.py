@@ -91,6 +91,16 @@ def test_elementwise_operations_are_bound_by_what_they_move() -> None:
     assert times.forward - fused.forward == pytest.approx(norm.moved_bytes / 2 / MACHINE.bandwidth)
 
 
+def test_a_norm_of_many_kernels_moves_as_often() -> None:
+    """It is the norm alone, and what others fuse does not make it one kernel."""
+    by_hand = setting(replace(PLAIN, fusion=0.5, norm_passes=9.0))
+    norm, residual = operation("norm1"), operation("residual1")
+    plain, made = (operation_times(norm, one, MACHINE, 0).forward for one in (setting(), by_hand))
+    assert made - plain == pytest.approx(8 * norm.moved_bytes / MACHINE.bandwidth)
+    fused = operation_times(residual, setting(replace(PLAIN, fusion=0.5)), MACHINE, 0)
+    assert operation_times(residual, by_hand, MACHINE, 0) == fused
+
+
 def test_a_fused_loss_moves_less() -> None:
     loss = operation("loss")
     both = [setting(replace(PLAIN, logits_copies=copies)) for copies in (3.0, 1.0)]

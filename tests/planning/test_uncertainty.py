@@ -2,12 +2,22 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from allranks.plan import StepTime
-from allranks.planning.setting import Setting
-from allranks.planning.uncertainty import DOUBTS, EXPERTS, HOST, LOW_PRECISION, NINETY, UNKNOWN_DEVICE, spread_of
+from allranks.planning.setting import Mechanisms, Setting
+from allranks.planning.uncertainty import (
+    DOUBTS,
+    EXPERTS,
+    HOST,
+    LOW_PRECISION,
+    NINETY,
+    UNKNOWN_DEVICE,
+    UNKNOWN_FRAMEWORK,
+    spread_of,
+)
 from tests.planning.profiles import decoder
 
 PROFILE = decoder()
@@ -29,11 +39,12 @@ def test_doubts_of_two_causes_add_as_squares() -> None:
     [
         ({"precision": "float8"}, True, 0.0, LOW_PRECISION),
         ({}, False, 0.0, UNKNOWN_DEVICE),
+        ({"mechanisms": Mechanisms(known=False)}, True, 0.0, UNKNOWN_FRAMEWORK),
         ({}, True, 0.5, HOST / 2),
     ],
 )
-def test_what_widens_it(more: dict[str, str], known: bool, host: float, added: float) -> None:
-    setting = replace(SETTING, **more)  # type: ignore[arg-type]
+def test_what_widens_it(more: dict[str, Any], known: bool, host: float, added: float) -> None:
+    setting = replace(SETTING, **more)
     got = spread_of(StepTime(compute=1.0), PROFILE, setting, known, host)
     assert got == pytest.approx(math.exp(NINETY * (DOUBTS["compute"] + added)))
 

@@ -103,7 +103,7 @@ def axis_traffic(block: Block, setting: Setting, axes: Axes) -> AxisTraffic:
                 tensor += all_gather_seconds(axes.tensor, whole)
         if setting.cp > 1 and operation.kind == "attention":
             size = _key_value_bytes(operation, setting)
-            context_bytes += 3 * size
+            context_bytes += 3 * size if setting.ring else 2 * sum(_swapped_bytes(operation, setting))
             context += _context_seconds(operation, size, setting, axes)
     expert_bytes = _expert_bytes(block, setting)
     expert = 4 * all_to_all_seconds(axes.expert, expert_bytes, _distinct_share(block, setting, axes.expert))
@@ -143,31 +143,34 @@ def _key_value_bytes(operation: Operation, setting: Setting) -> float:
 
 
 def _context_seconds(operation: Operation, size: float, setting: Setting, axes: Axes) -> float:
-    """What a ring does not hide behind its own attention: each pass brings a part while the last one is used.
+    """Of Ulysses all its swaps; of a ring what it does not hide behind its own attention: each pass brings a part while
+    the last one is used.
 
-    Ring attention (2310.01889): the exchange is hidden where computing a part takes longer than bringing the next one.
+    Ulysses (2309.14509): nothing is hidden. Ring attention (2310.01889): the exchange is hidden where computing a part
+    takes longer than bringing the next one; on a processor nothing is.
     """
+    if not setting.ring:
+        return 2 * sum(swap_seconds(axes.context, swapped) for swapped in _swapped_bytes(operation, setting))
     if is_processor(axes.machine.device) and len(operation.shape) == 5:
-        return _shown_context_seconds(operation, setting, axes)
+        _, keys, _, kv_heads, dim = operation.shape
+        return 3 * all_gather_seconds(axes.context, 2 * _feature_bytes(setting) * dim * keys * kv_heads)
     seconds = all_gather_seconds(axes.context, size)
     work = attention_times(operation, setting, axes.machine)
-    if not setting.ring:
-        return 3 * seconds
     return max(0.0, seconds - work.forward) + max(0.0, 2 * seconds - work.backward)
 
 
-def _shown_context_seconds(operation: Operation, setting: Setting, axes: Axes) -> float:
-    """On a processor, where nothing is hidden and activations are as wide as the precision says.
-
-    A ring's three passes of keys and values (2310.01889); else queries, keys, values and results are swapped, positions
-    for heads, forward and backward (Ulysses, 2309.14509).
-    """
+def _swapped_bytes(operation: Operation, setting: Setting) -> tuple[float, ...]:
+    """Of a rank's queries, results, keys and values, which are swapped, positions for heads, in each direction."""
+    if len(operation.shape) != 5:
+        return ()
     queries, keys, heads, kv_heads, dim = operation.shape
-    wide = {"float64": 8.0, "float32": 4.0}.get(setting.precision, 2.0) * setting.micro_batch * dim / setting.tp
-    if setting.ring:
-        return 3 * all_gather_seconds(axes.context, 2 * wide * keys * kv_heads)
-    swaps = ((queries, heads), (queries, heads), (keys, kv_heads), (keys, kv_heads))
-    return 2 * sum(swap_seconds(axes.context, wide * rows * count / setting.cp) for rows, count in swaps)
+    one = _feature_bytes(setting) * dim / setting.cp
+    return (one * queries * heads,) * 2 + (one * keys * kv_heads,) * 2
+
+
+def _feature_bytes(setting: Setting) -> float:
+    """Of one feature of one position of all samples, on one of tp's ranks: activations are as wide as the precision."""
+    return {"float64": 8.0, "float32": 4.0}.get(setting.precision, 2.0) * setting.micro_batch / setting.tp
 
 
 def _expert_bytes(block: Block, setting: Setting) -> float:

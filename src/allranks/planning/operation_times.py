@@ -86,7 +86,7 @@ def operation_times(operation: Operation, setting: Setting, machine: Machine, ex
     share, how = share_of(operation, setting), setting.mechanisms
     moved = operation.moved_bytes * setting.micro_batch / share.work
     if operation.kind in ("elementwise", "norm"):
-        moved *= how.fusion
+        moved *= how.norm_passes if operation.kind == "norm" and how.norm_passes > 1 else how.fusion
     if operation.kind == "loss":  # a fused loss moves less as it holds less
         moved *= min(1.0, how.logits_copies / TORCH_COPIES)
     forward = moving_seconds(machine, moved, KERNELS.get(operation.kind, 1)) if moved else 0.0

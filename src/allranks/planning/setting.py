@@ -21,6 +21,8 @@ class Mechanisms:
     Attributes:
         fused_attention: attention that keeps no scores (FlashAttention 2205.14135); else they are written and kept.
         fusion: share of a profile's elementwise traffic that is left where kernels are fused.
+        norm_passes: how often a norm moves what one kernel would: 9 where torch's elementwise kernels make it, with
+            float32 between (transformers' LlamaRMSNorm in 16 bits: 36 bytes an element to 4, 70 in its backward to 8).
         weight_bytes, gradient_bytes, optimizer_bytes: kept per parameter (the optimizer's with its master weights).
         gather_bytes, reduce_bytes: per parameter on the wire.
         overlap_data, overlap_tensor, overlap_pipeline: share of that communication that may run behind computation.
@@ -58,11 +60,13 @@ class Mechanisms:
         gradients: "resting": they have their memory for the whole run (Megatron-LM, DeepSpeed); "made": each step's
             backward makes them, and the update drops them (torch; DDP's buckets stay).
         scattered_sends: stages send 1/tp of an activation (2104.04473, section 4.1).
+        known: whether the framework's documents say all this; else it is what such frameworks mostly do.
     """
 
     name: str = "allranks"
     fused_attention: bool = True
     fusion: float = 1.0
+    norm_passes: float = 1.0
     weight_bytes: float = 4.0
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
@@ -104,6 +108,7 @@ class Mechanisms:
     keeps_gathered_inputs: bool = False
     experts_stay: bool = False
     gradients: Literal["resting", "made"] = "resting"
+    known: bool = True
 
     def expert_tensor(self, tp: int) -> int:
         """Ranks that share one expert's matrices, besides ep."""

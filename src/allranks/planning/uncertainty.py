@@ -21,10 +21,10 @@ DOUBTS = {
     "checkpoint": 0.50,
 }
 """Of one cause's seconds: one standard deviation, from calibration rows where that cause is a large share."""
-LOW_PRECISION, EXPERTS, UNKNOWN_DEVICE, HOST = 0.025, 0.16, 0.10, 0.04
+LOW_PRECISION, EXPERTS, UNKNOWN_DEVICE, UNKNOWN_FRAMEWORK, HOST = 0.025, 0.16, 0.10, 0.10, 0.04
 """More of it where products are in 8 or 4 bits, for experts' many small kernels, for a device that no constants are
-known for, and for the share of a step that waits for the host. That of experts holds nine of ten of all rows that have
-them: calibration has none."""
+known for, for a framework whose documents nobody has read, and for the share of a step that waits for the host. That of
+experts holds nine of ten of all rows that have them: calibration has none."""
 NINETY = 1.645
 """Standard deviations on either side of the mean that hold 90% (normal distribution)."""
 
@@ -43,6 +43,7 @@ def spread_of(time: StepTime, profile: ModelProfile, setting: Setting, known_dev
     compute += EXPERTS if profile.experts else 0.0
     compute += HOST * host_share
     compute += 0.0 if known_device else UNKNOWN_DEVICE
+    compute += 0.0 if setting.mechanisms.known else UNKNOWN_FRAMEWORK
     squares = (compute * (time.compute + time.recompute) / total) ** 2
     for cause, doubt in DOUBTS.items():
         if cause not in ("compute", "recompute"):
