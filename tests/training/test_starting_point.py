@@ -21,6 +21,7 @@ HOSTS = Hosts(0, ((0,), (1,)))
         (Path("memory"), None, None, ["went on False", "find memory"]),
         (Path("memory"), None, "url", ["went on False", "mirror memory", "find memory"]),
         (Path("memory"), HOSTS, "url", ["hosts memory", "mirror None", "find None"]),
+        (None, HOSTS, None, ["hosts None", "find None"]),
     ],
 )
 def test_what_is_farther_is_brought_near_first(
@@ -29,7 +30,7 @@ def test_what_is_farther_is_brought_near_first(
     seen, told = list[str](), list[Any]()
     processes: Any = SimpleNamespace(rank=0)  # what else takes them is replaced
 
-    def bring_copies(memory: Path, run: Any, processes: Any, hosts: Hosts) -> tuple[str, list[str]]:
+    def bring_copies(memory: Path | None, run: Any, processes: Any, hosts: Hosts) -> tuple[str, list[str]]:
         seen.append(f"hosts {memory}")
         return "brought", ["not whole"]
 

@@ -29,10 +29,10 @@ def find_starting_point(
 
     Args:
         memory: where copies lie in the memory of this host: whole, or with `hosts` this one's part; None: nowhere.
-        hosts: which ranks share a memory, where there are several.
+        hosts: which ranks share a memory, where several may have parts.
         tell: takes what was brought, what was wrong with newer ones, and the remedy.
     """
-    if memory is not None and hosts is not None:
+    if hosts is not None:
         tell(*bring_copies(memory, run, processes, hosts), SEE_MEMORY)
         memory = None
     elif processes.rank == 0:
