@@ -191,7 +191,8 @@ def left(folder: str, where: str) -> dict[str, torch.Tensor]:
 
     After its last backward: what there is when it is begun anew.
     """
-    with allranks.join(layout="ddp", precision="float64", run=folder, **POWERSGD) as world:
+    keys: dict[str, Any] = POWERSGD
+    with allranks.join(layout="ddp", precision="float64", run=folder, **keys) as world:
         model = world.parallelize(built(7))
         optimizer = world.optimizer(model, sgd)
         stream = world.stream(Samples(), steps=4, **CUT)
