@@ -101,9 +101,9 @@ def test_a_killed_worker_costs_no_step_of_memory(tmp_path: Path) -> None:
 def test_what_one_host_alone_has_left_counts_where_no_copies_are_asked_for(tmp_path: Path) -> None:
     """The first has been started anew meanwhile, and so have all commands."""
     with two_hosts(tmp_path) as (found, first, second):
-        lose(found.run, first)
         workers = second.family()
-        second.kill()
+        second.kill()  # before it sees that the other one is lost, and brings to the disk what it has
+        lose(found.run, first)
         wait_for(lambda: not any(alive(pid) for pid in workers), "workers that die with their command", 20)
         before = copied(found.run)
         (left,) = parts_of(Run.open(found.run).id)
