@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.checkpointing.going_on import last_to_go_on, note_going_on
+from allranks.checkpointing.going_on import has_noted, last_to_go_on, note_going_on
 from allranks.config import Config
 from allranks.errors import CheckpointError, RunError
 from allranks.run import Run
@@ -19,10 +19,10 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_an_attempt_counts_when_it_goes_on(run: Run) -> None:
-    assert last_to_go_on(run) is None
+    assert last_to_go_on(run) is None and not has_noted(run)
     note_going_on(run)
     run.begin_attempt()
-    assert last_to_go_on(run) == 1 and last_to_go_on(Run.open(run.path)) == 1
+    assert has_noted(run) and last_to_go_on(run) == 1 and last_to_go_on(Run.open(run.path)) == 1
     note_going_on(run)
     assert last_to_go_on(run) == 2 and list(run.path.glob(".*")) == []
 
@@ -51,7 +51,7 @@ def test_one_that_was_frozen_while_another_took_over_notes_nothing(run: Run) -> 
 @pytest.mark.parametrize("text", ["{torn", "[1]", '{"run": 3}', '{"run": "ID", "attempt": "1"}', '{"attempt": 1}'])
 def test_what_cannot_be_read_says_nothing(run: Run, text: str) -> None:
     (run.path / "went_on.json").write_text(text.replace("ID", run.id))
-    assert last_to_go_on(run) is None
+    assert last_to_go_on(run) is None and has_noted(run), "as all hosts see it"
 
 
 def test_another_run_in_its_place_has_not_gone_on(run: Run) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm"),
 ]
 SETTINGS = ("train.steps=40", "checkpoint.every=15", "checkpoint.memory_every=1", "task.pause=0.1")
+LOOKS_SECONDS = 2.0  # after it has counted an attempt a host sees at once what it has in its memory
 
 
 def events(run: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
@@ -92,6 +94,29 @@ def test_a_killed_worker_costs_no_step_of_memory(tmp_path: Path) -> None:
         assert (first.end(), second.end()) == (0, 0), first.said() + second.said()
         (resumed,) = events(found.run, "resume")
         assert resumed["step"] >= 17
+        check_end(found.run, tmp_path)
+
+
+@pytest.mark.full
+def test_what_one_host_alone_has_left_counts_where_no_copies_are_asked_for(tmp_path: Path) -> None:
+    """The first has been started anew meanwhile, and so have all commands."""
+    with two_hosts(tmp_path) as (found, first, second):
+        workers = second.family()
+        second.kill()  # before it sees that the other one is lost, and brings to the disk what it has
+        lose(found.run, first)
+        wait_for(lambda: not any(alive(pid) for pid in workers), "workers that die with their command", 20)
+        before = copied(found.run)
+        (left,) = parts_of(Run.open(found.run).id)
+        hidden = left.rename(left.with_name(f"{found.run.parent.name}-of-the-second"))  # both are on this machine
+        words = (*SETTINGS[:2], "checkpoint.memory_every=none", "task.pause=0.1")
+        again = [found.start("hosta", *words)]
+        wait_for(lambda: Run.open(found.run).attempts > 1, "an attempt that is counted", 100)
+        time.sleep(LOOKS_SECONDS)
+        hidden.rename(left.with_name(f"{left.name.rpartition('-')[0]}-0"))  # as on a machine of its own
+        again.append(found.start("hostb", *words))
+        assert [host.end() for host in again] == [0, 0], again[0].said() + again[1].said()
+        (resumed,) = events(found.run, "resume")
+        assert resumed["step"] >= before - 1 >= 16 and resumed["path"] not in ("step-00000015", "step-00000030")
         check_end(found.run, tmp_path)
 
 

@@ -3,14 +3,17 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from allranks.errors import ConfigError
-from allranks.fault_points import read_schedule
+from allranks.fault_points import Fault, read_schedule
 from allranks.run import Run
-from allranks.surviving.chaos import Trial, break_on_purpose
+from allranks.surviving import chaos
+from allranks.surviving.chaos import HOLDS, Answer, Trial, break_on_purpose
+from allranks.surviving.trial_commands import Command, Left
 from tests.commands import POINTS, allranks
 
 LIMIT_SECONDS = 900  # a trial starts a command for every fault that ends one, and a busy machine is slow
@@ -141,6 +144,64 @@ def test_what_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not empty: name another directory"):
         ask(tmp_path / "full")
     assert not (tmp_path / "new").exists()
+
+
+def first_words(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_faults: int, *words: str
+) -> tuple[list[str], list[str], list[str]]:
+    """What the two runs of a trial are started with, but for their directories, and what was chosen for the user."""
+    started = list[list[str]]()
+
+    def run_until_done(first: Any, again: Any, points: Path, logs: Path, name: str) -> tuple[list[Command], Left]:
+        started.append(list(first[1:-2]))
+        return [Command(0.0, 1.0, 0, logs / name)], Left()
+
+    def nothing(*_: object) -> list[Any]:
+        return []
+
+    faults = [Fault(number, "forward", 0, 3 * number, 1, "kill") for number in range(num_faults)]
+    monkeypatch.setattr(chaos, "run_until_done", run_until_done)
+    monkeypatch.setattr(chaos, "draw", lambda *_: faults)
+    for name in ("read_passed", "write_schedule", "read_fired", "read_incidents", "judge"):
+        monkeypatch.setattr(chaos, name, nothing)
+    monkeypatch.setattr(chaos, "Run", SimpleNamespace(open=lambda path: SimpleNamespace(events=list)))
+    answer = break_on_purpose(Trial(words, ("--nproc", "1"), 1, 0, None, folder), lambda line: None)
+    return started[0], started[1], [one.what for one in answer.decisions]
+
+
+def test_a_trial_cannot_exhaust_the_budget_of_restarts_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the run without faults stays: it may fail by itself."""
+    (tmp_path / "own.toml").write_text("[guard]\nrestarts = 1\n")
+    (tmp_path / "other.toml").write_text('[guard]\nhang = "warn"\n')
+    every, own, other = "checkpoint.every=9", str(tmp_path / "own.toml"), str(tmp_path / "other.toml")
+    for number, (faults, words, more) in enumerate(
+        (
+            (4, (every,), ["guard.restarts=4"]),
+            (25, (every, other), ["guard.restarts=25"]),
+            (3, (every,), []),
+            (25, (every, "guard.restarts=2"), []),
+            (25, (every, own), []),
+        )
+    ):
+        undisturbed, broken, decided = first_words(tmp_path / str(number), monkeypatch, faults, *words)
+        assert undisturbed == [*words, "--nproc", "1"]
+        assert broken == [*words, *more, "--nproc", "1"] and decided == more
+
+
+@pytest.mark.full
+def test_faults_in_a_row_without_a_further_step_are_all_recovered_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that strikes beside the steps, late, and those of the recovery and of the next step."""
+    first = Fault(0, "forward", 0, 8, 1, "kill")
+    others = [Fault(number, "resume", 0, 8, 1, "kill", after=number - 1) for number in range(1, 5)]
+    monkeypatch.setattr(chaos, "draw", lambda *_: [first, *others])
+    words = (POINTS, *TRAIN, "train.steps=12", "checkpoint.every=5")
+    answer: Answer = break_on_purpose(Trial(words, ("--nproc", "1"), 5, 0, None, tmp_path / "trial"), print)
+    assert (answer.exit_code, answer.restarts) == (HOLDS, 5), answer
+    assert [one.recovery for one in answer.incidents] == ["restarted"] * 5
 
 
 @pytest.mark.full

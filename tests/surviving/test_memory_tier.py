@@ -65,6 +65,21 @@ def test_what_the_disk_has_too_just_goes(run: Run, root: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
+def test_what_is_read_for_long_at_the_end_is_said_first(
+    run: Run, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of both places."""
+    monkeypatch.setattr("allranks.surviving.left_behind.TOLD_BYTES", 1)
+    tier = opened(run, root)
+    for directory in (run.checkpoints, tier.directory):
+        save(directory, 30, run)
+    tier.close()
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition("/step-")[0] for line in said] == [
+        f"note: reading {directory}" for directory in (tier.directory, run.checkpoints)
+    ]
+
+
 def test_what_is_damaged_is_not_brought(run: Run, root: Path) -> None:
     tier = opened(run, root)
     flip(save(tier.directory, 30, run).path / "rank-00000.safetensors", 8000)

@@ -124,3 +124,13 @@ def test_what_a_killed_command_has_left_is_taken_over_or_said_to_be_missed(
 
 def test_without_copies_there_is_nothing(run: Run, root: Path) -> None:
     assert open_peer_memory(run, wanted=False, root=root) is None and list(root.iterdir()) == []
+
+
+def test_where_no_attempt_went_on_nothing_counts_whatever_a_host_has(run: Run, root: Path) -> None:
+    """The others, which have nothing, could not know that this one looks."""
+    opened = open_peer_memory(run, wanted=True, root=root)
+    assert opened is not None
+    opened._memory.release()  # killed before its workers had met
+    assert open_peer_memory(run, wanted=False, root=root) is None
+    note_going_on(run)
+    assert open_peer_memory(run, wanted=False, root=root) is not None

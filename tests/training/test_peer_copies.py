@@ -63,10 +63,13 @@ def left(pool: Pools, run: Run, tmp_path: Path) -> Callable[[], None]:
     return make
 
 
-def bring(pool: Pools, run: Run, root: Path) -> tuple[str, list[str]]:
+def bring(pool: Pools, run: Run, root: Path, without: tuple[int, ...] = ()) -> tuple[str, list[str]]:
+    """`without`: ranks of hosts that have no directory."""
+
     def case() -> tuple[str, list[str]]:
-        memory = root / str(dist.get_rank())
-        memory.mkdir(exist_ok=True)
+        memory = None if dist.get_rank() in without else root / str(dist.get_rank())
+        if memory is not None:
+            memory.mkdir(exist_ok=True)
         processes = processes_here(dist.new_group([dist.get_rank()], use_local_synchronization=True))
         return bring_copies(memory, Run.open(run.path), processes, hosts_of(processes))
 
@@ -91,6 +94,16 @@ def test_what_two_of_three_hosts_have_is_brought_to_the_disk(
     assert known == [Record(run.path.resolve(), ("2",))] * 3
     run.begin_attempt()
     assert bring(pool, run, tmp_path) == ("", []), "the disk has it"
+
+
+def test_hosts_that_have_no_directory_hear_of_what_the_others_have(
+    pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None]
+) -> None:
+    left()
+    shutil.rmtree(tmp_path / "0")
+    brought, wrong = bring(pool, run, tmp_path, without=(0,))
+    assert brought.startswith("step-00000200 came to the disk from the memory of ") and wrong == []
+    assert steps(run) == ["step-00000200"] and last_to_go_on(run) == 2 and not (tmp_path / "0").exists()
 
 
 def test_what_one_of_three_hosts_has_is_not_whole_and_that_is_said(

@@ -26,6 +26,11 @@ def last_to_go_on(run: Run) -> int | None:
     return None
 
 
+def has_noted(run: Run) -> bool:
+    """Whether any attempt ever has, so that hosts may have copies that count: the same for all who see RUN."""
+    return _file(run).exists()
+
+
 def note_going_on(run: Run, *, first: bool = True) -> None:
     """The attempt that `run` knows of goes on, on the disk: no older copy counts any more.
 
@@ -36,7 +41,7 @@ def note_going_on(run: Run, *, first: bool = True) -> None:
         CheckpointError: a later attempt has begun.
         RunError: the system refuses.
     """
-    if not first and not _file(run).exists():
+    if not first and not has_noted(run):
         return
     with refusing(run.path), replacing(_file(run)) as temporary:
         write_json(temporary, {"run": run.id, "attempt": run.attempts})

@@ -32,6 +32,7 @@ def train_in_workers(
 
     `memory`: where this host keeps copies of the state, closed at the end.
     """
+    from allranks.checkpointing.going_on import has_noted
     from allranks.surviving.agent import run_workers
     from allranks.training.time_limit import started_at
     from allranks.training.worker import Assignment
@@ -39,12 +40,15 @@ def train_in_workers(
     method = forkserver.choose_start_method()
     directory = None if memory is None else memory.directory
     told = (*decisions, method.decision)
+    # All hosts have to say the same, whatever each of them has: with copies asked for all have a directory, and without
+    # one has it only where RUN tells all of them to look.
+    peers = company is not None and (directory is not None or has_noted(run))
     assignment = Assignment(
         request,
         run.path.resolve(),
         told,
         memory=directory,
-        peers=directory is not None and company is not None,
+        peers=peers,
         first_attempt=run.attempts,
         began=started_at(),
     )

@@ -54,6 +54,10 @@ class StepGuard:
             return None if math.isfinite(norm.item()) else torch.ones(())
         return (~norm.isfinite()).to(torch.float32)
 
+    def abandon(self) -> None:
+        """What the forwards of a step have learnt that is not made is put back."""
+        self._buffers.put_back(torch.ones(()))
+
     def finish(self, skipped: torch.Tensor | None) -> None:
         """After the updates of a step, of which all are left out where `skipped` is 1.0."""
         if skipped is None:

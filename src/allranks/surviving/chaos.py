@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+from allranks.config_guard import GuardConfig
 from allranks.config_toml import read_toml
 from allranks.errors import ConfigError
 from allranks.fault_points import read_fired, read_passed, write_schedule
@@ -107,10 +108,13 @@ def break_on_purpose(trial: Trial, say: Callable[[str], None]) -> Answer:
         return _not_trained(folder, commands[-1])
     schedule = draw(read_passed(folder / "passed"), choices, trial.kills, trial.seed)
     write_schedule(folder / "faults", schedule)
+    budget = _budget_for(len(schedule), trial.arguments)
+    decisions += tuple(Decision(key, "the config names none, and faults may follow one another") for key in budget)
     say(f"training the same with {len(schedule)} faults, in {folder / 'broken'}")
     name = folder / "broken"
     again = ("train", "--resume", str(name), *_processes(trial.options))
-    commands, left = run_until_done((*train, "--run", str(name)), again, folder / "faults", folder, "broken")
+    first = ("train", *arguments, *budget, *trial.options, "--run", str(name))
+    commands, left = run_until_done(first, again, folder / "faults", folder, "broken")
     fired = read_fired(folder / "faults")
     reference, broken = Run.open(folder / "undisturbed"), Run.open(name)
     incidents = read_incidents(schedule, fired, broken.events(), commands)
@@ -135,18 +139,33 @@ def _prepare(folder: Path) -> Path:
 
 def _with_checkpoints(arguments: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Decision, ...]]:
     """The arguments, with a time between checkpoints where the user has none: else every fault costs the whole run."""
-    named = any(argument.startswith("checkpoint.every=") for argument in arguments)
-    for toml in (Path(argument) for argument in arguments if argument.endswith(".toml")):
-        if toml.is_file():
-            try:
-                section = read_toml(toml).get("checkpoint", {})
-            except ConfigError:
-                section = None  # `allranks train` says what is wrong with it
-            named |= not isinstance(section, dict) or "every" in section
-    if named:
+    if _is_named("checkpoint", "every", arguments):
         return arguments, ()
     key = f"checkpoint.every={SAVED_EVERY}"
     return (*arguments, key), (Decision(key, "the config names none, and every fault would cost the whole run"),)
+
+
+def _budget_for(num_faults: int, arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """What lets the broken run start again after every fault, also where all follow each other without a further step.
+
+    The budget is for runs that fail by themselves, as the undisturbed one may: that keeps its own.
+    """
+    if num_faults <= GuardConfig().restarts or _is_named("guard", "restarts", arguments):
+        return ()
+    return (f"guard.restarts={num_faults}",)
+
+
+def _is_named(section: str, key: str, arguments: tuple[str, ...]) -> bool:
+    """Whether the user's words or TOML file name the key."""
+    named = any(argument.startswith(f"{section}.{key}=") for argument in arguments)
+    for toml in (Path(argument) for argument in arguments if argument.endswith(".toml")):
+        if toml.is_file():
+            try:
+                found = read_toml(toml).get(section, {})
+            except ConfigError:
+                found = None  # `allranks train` says what is wrong with it
+            named |= not isinstance(found, dict) or key in found
+    return named
 
 
 def _processes(options: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -25,7 +26,7 @@ from allranks.checkpointing.host_memory import (
 )
 from allranks.errors import CheckpointError, RunError
 from allranks.run import Run
-from allranks.surviving.left_behind import counts_for, is_newer, left_behind, telling
+from allranks.surviving.left_behind import counts_for, is_newer, left_behind, telling, verify_aloud
 from allranks.surviving.supervisor import Supervision
 
 
@@ -105,7 +106,7 @@ class MemoryTier:
         own = self._run.path.resolve()
         if record.run == own or (record.run.exists() and own.samefile(record.run)):
             return
-        other = left_behind(self.directory)
+        other = left_behind(self.directory, self._say)
         if other is not None:
             self._memory.release()
             raise RunError(f"{own} is a copy of {other.run}, which comes first: {other}")
@@ -125,8 +126,8 @@ class MemoryTier:
     def _bring_newest(self) -> None:
         if is_distrusted(self.directory):
             return
-        newest, _ = newest_good(self.directory, self._run.id)
-        if newest is not None and is_newer(newest.path, self._run):
+        newest, _ = newest_good(self.directory, self._run.id, partial(verify_aloud, say=self._say))
+        if newest is not None and is_newer(newest.path, self._run, self._say):
             brought = copy(newest, self._run.checkpoints)
             self._say(f"{brought.path.name}, which was in the memory of this host alone, is on the disk now")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from allranks.checkpointing.going_on import last_to_go_on
+from allranks.checkpointing.going_on import has_noted, last_to_go_on
 from allranks.checkpointing.host_memory import (
     KEEP_IT,
     SHARED_MEMORY,
@@ -77,12 +77,16 @@ def open_peer_memory(
     """This host's part of the copies of a run on several hosts, to be closed at its end; as `open_memory`.
 
     Args:
-        wanted: whether new copies are asked for. Where they are not, what killed commands have left still counts.
+        wanted: whether new copies are asked for. Where they are not, what killed commands have left still counts, if
+            an attempt has noted that it went on.
+
+    Returns:
+        None where new ones are not wanted, and this host has left nothing that may count; another one may have.
 
     Raises:
         RunError: it cannot be kept here.
     """
-    if not wanted and not parts_of(run.id, root):
+    if not wanted and not (has_noted(run) and parts_of(run.id, root)):
         return None
     memory = HostMemory.open_part(run.id, root)
     remove_dead(memory.directory, telling(say, run.id), root)

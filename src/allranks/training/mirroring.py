@@ -10,7 +10,6 @@ from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints
 from allranks.checkpointing.mirror import Mirror
 from allranks.errors import CheckpointError
 from allranks.stepping.world import Processes
-from allranks.training.newest import newest_of_run
 
 LOOK_SECONDS = 1.0
 
@@ -116,7 +115,7 @@ class Mirroring:
 
 
 def fetch_newer(
-    directory: Path, run: str, mirror: Mirror, processes: Processes, memory: Path | None = None
+    directory: Path, run: str, mirror: Mirror, processes: Processes, nearer: Checkpoint | None
 ) -> tuple[str, list[str]]:
     """Bring back the mirror's newest good checkpoint where that is newer than all that is nearer; collective.
 
@@ -125,27 +124,24 @@ def fetch_newer(
     Args:
         directory: RUN/checkpoints, which all hosts share.
         run: the run's id.
-        memory: where copies lie in the memory of this host; None: nowhere.
+        nearer: the newest good one that is here, the same on every rank; None: there is none.
 
     Returns:
         What was fetched, in a line, or ""; and what went wrong with newer ones. The same on every rank.
     """
     found: dict[str, Any] = {}
     if processes.rank == 0:
-        found["fetched"], found["wrong"] = _fetch(directory, run, mirror, memory)
+        found["fetched"], found["wrong"] = _fetch(directory, run, mirror, nearer)
     found = processes.share(found)
     return found["fetched"], found["wrong"]
 
 
-def _fetch(directory: Path, run: str, mirror: Mirror, memory: Path | None) -> tuple[str, list[str]]:
+def _fetch(directory: Path, run: str, mirror: Mirror, nearer: Checkpoint | None) -> tuple[str, list[str]]:
     wrong: list[str] = []
-    try:
-        local = newest_of_run(directory, run, memory)[0]
-    except CheckpointError:
-        local = None  # all are damaged: what the mirror has is all there is
+    known = None if nearer is None else (nearer.manifest.generation, nearer.step)
     try:
         for mirrored in mirror.list_newest():
-            if local is not None and (mirrored.generation, mirrored.step) <= (local.manifest.generation, local.step):
+            if known is not None and (mirrored.generation, mirrored.step) <= known:
                 break
             try:
                 fetched = mirror.fetch(mirrored, directory, run)

@@ -30,14 +30,14 @@ def hosts_of(processes: Processes) -> Hosts:
     return Hosts(processes.rank, tuple(sorted({tuple(ranks) for ranks in of_ranks})))
 
 
-def bring_copies(memory: Path, run: Run, processes: Processes, hosts: Hosts) -> tuple[str, list[str]]:
+def bring_copies(memory: Path | None, run: Run, processes: Processes, hosts: Hosts) -> tuple[str, list[str]]:
     """Bring to the disk the newest copy that the hosts have together, where the disk has nothing as new; collective.
 
     All other copies go: the attempt that begins goes on from something else than they are of. They go when it is noted
     that it does, and not before: where it dies until then, all is as it was for the next one.
 
     Args:
-        memory: where this host's part lies.
+        memory: where this host's part lies; None: it has none, and hears of what the others have.
         run: whose attempt under way goes on from it.
 
     Returns:
@@ -47,11 +47,11 @@ def bring_copies(memory: Path, run: Run, processes: Processes, hosts: Hosts) -> 
         CheckpointError, RunError: on rank 0: a later attempt has begun, or RUN cannot be written to.
     """
     before = processes.share(_last_attempt(run) if processes.rank == 0 else None)
-    part = _part(memory, run, before) if hosts.first else None
+    part = _part(memory, run, before) if memory is not None and hosts.first else None
     told = everyones(_tell(part), processes.world_group, processes.device)
     chosen, wrong = processes.share(_choose(told, run) if processes.rank == 0 else None)
     kept = part.path if part is not None and part.seal == chosen else None
-    if part is not None and kept is not None:
+    if memory is not None and part is not None and kept is not None:
         try:
             wrong += bring_part(part, run.checkpoints, run.attempts)
         except (CheckpointError, OSError) as error:
@@ -66,9 +66,10 @@ def bring_copies(memory: Path, run: Run, processes: Processes, hosts: Hosts) -> 
     if hosts.first:
         if brought:
             await_name(run.checkpoints / name)  # another host may have given it, and this one have looked before
-        clear_copies(memory, kept)
-        trust(memory)
-        _note(memory, run, str(run.attempts))
+        if memory is not None:
+            clear_copies(memory, kept)
+            trust(memory)
+            _note(memory, run, str(run.attempts))
     return brought, wrong
 
 

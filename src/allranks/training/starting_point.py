@@ -7,6 +7,7 @@ from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.going_on import note_going_on
 from allranks.checkpointing.mirror import Mirror
 from allranks.checkpointing.peers import Hosts
+from allranks.errors import CheckpointError
 from allranks.run import Run
 from allranks.stepping.world import Processes
 from allranks.training.mirroring import fetch_newer
@@ -29,14 +30,27 @@ def find_starting_point(
 
     Args:
         memory: where copies lie in the memory of this host: whole, or with `hosts` this one's part; None: nowhere.
-        hosts: which ranks share a memory, where there are several.
+        hosts: which ranks share a memory, where several may have parts.
         tell: takes what was brought, what was wrong with newer ones, and the remedy.
     """
-    if memory is not None and hosts is not None:
+    if hosts is not None:
         tell(*bring_copies(memory, run, processes, hosts), SEE_MEMORY)
         memory = None
     elif processes.rank == 0:
         note_going_on(run, first=False)  # what hosts may still have of an attempt before is not the newest any more
-    if mirror is not None:
-        tell(*fetch_newer(run.checkpoints, run.id, mirror, processes, memory), OPEN_MIRROR)
-    return find_checkpoint(run.checkpoints, run.id, processes, memory)
+    if mirror is None:
+        return find_checkpoint(run.checkpoints, run.id, processes, memory)
+    found, damaged = None, None
+    try:
+        found = find_checkpoint(run.checkpoints, run.id, processes, memory)
+    except CheckpointError as error:
+        damaged = error  # what the mirror has is all there is
+    nearer = None if found is None else found[0]
+    fetched, wrong = fetch_newer(run.checkpoints, run.id, mirror, processes, nearer)
+    tell(fetched, wrong, OPEN_MIRROR)
+    if fetched:
+        return find_checkpoint(run.checkpoints, run.id, processes, memory)
+    if found is None:
+        assert damaged is not None
+        raise damaged
+    return found

@@ -64,7 +64,8 @@ class Assignment:
         aside: calls a function in a process of its own, where rank 0 plans the layout of a run that names none; None:
             where the command has done so, or nobody is to.
         memory: the directory in this host's memory that the command has leased for copies of the state; None: none.
-        peers: whether other hosts have such directories, too, and each a part of every copy.
+        peers: whether hosts may have such directories each with a part of every copy, also where this one has none;
+            the same on all.
         first_attempt: the command's first one, by the run's count: later ones go on where it would have refused; None:
             this one.
         began: when the command was started, by the clock of `time.monotonic`; None: it is this process.

@@ -186,6 +186,48 @@ def test_a_resumed_loop_is_bitwise_the_uninterrupted_one(pool: Pools, tmp_path: 
         assert any("powersgd_error" in name or "outer_momentum" in name for name in before)
 
 
+def left(folder: str, where: str) -> dict[str, torch.Tensor]:
+    """In a worker: what four steps of three micro-batches leave, the third of which is left once `where` it says.
+
+    After its last backward: what there is when it is begun anew.
+    """
+    keys: dict[str, Any] = POWERSGD
+    with allranks.join(layout="ddp", precision="float64", run=folder, **keys) as world:
+        model = world.parallelize(built(7))
+        optimizer = world.optimizer(model, sgd)
+        stream = world.stream(Samples(), steps=4, **CUT)
+        waits = bool(where)
+        while stream.step < 4:
+            for index, batch in enumerate(stream):
+                if where == "last" and not waits:
+                    return cases.everything(world) | dict(kept(world))
+                leaves = waits and stream.step == 2 and index == (6 if where == "first" else 8)
+                waits &= not leaves
+                loss = loss_of(model, batch)
+                if leaves and where == "forward":
+                    break
+                world.backward(loss, targets=count(batch))
+                if leaves:
+                    break
+                world.step(optimizer)
+        return cases.everything(world) | dict(kept(world))
+
+
+def errors(found: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [value for name, value in found.items() if "powersgd_error" in name]
+
+
+def test_what_powersgd_has_not_sent_outlives_a_step_that_was_left(pool: Pools, tmp_path: Path) -> None:
+    """Unless the hook has taken its gradients in: they are of no step."""
+    whole = pool(2).run(left, str(tmp_path / "whole"), "")
+    for where in ("first", "forward"):
+        for before, after in zip(whole, pool(2).run(left, str(tmp_path / where), where), strict=True):
+            assert any(value.abs().max() > 0 for value in errors(before))
+            assert [name for name in before if not torch.equal(before[name], after[name])] == [], where
+    for found in pool(2).run(left, str(tmp_path / "last"), "last"):
+        assert errors(found) and all(value.abs().max() == 0 for value in errors(found))
+
+
 def looped(folder: str, layout: str, keys: dict[str, Any], lines: Callable[..., object], **cutting: Any) -> str:
     """What a loop is refused with, or the values that an evaluation at its end sees, rank by rank the same."""
 

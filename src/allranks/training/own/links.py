@@ -98,11 +98,17 @@ class Links:
 
     def divide(self, spread: Spread, targets: torch.Tensor) -> torch.Tensor | None:
         """By what the gradients are still to be multiplied, where the step has `targets`; None: by nothing."""
-        divided, self._divided = self._divided, False
-        return None if divided else _divisor(spread, targets)
+        return None if self._divided else _divisor(spread, targets)
+
+    def abandon(self, spread: Spread) -> None:
+        """Forget a step that is not made. What PowerSGD had not sent before it stays, unless gradients have gone in."""
+        if self._divided and spread.hook is not None and spread.hook.powersgd is not None:
+            spread.hook.powersgd.begin_anew(torch.ones(()))
+        self._divided = False
 
     def finish_step(self, step: int, steps_total: int | None) -> None:
         """After the update that makes `step` steps of `steps_total`; collective where the copies meet."""
+        self._divided = False
         if self.outer is not None:
             self.outer.finish_step(step, last=step == steps_total)
 

@@ -226,7 +226,8 @@ class OwnStep:
                 raise GeneratorExit  # it ends as by an error: what its end has the ranks exchange is not wanted
             spread.forget_gradients(halfway=turn.last and turn.state == "given")
             assert self._guard is not None
-            self._guard.finish(torch.ones((), device=self._device))
+            self._guard.abandon()
+            self.links.abandon(spread)
             spread.balances.forget()  # the guard does not know the counts: they are at zero after every step
             self._guard = None  # the next one looks anew which buffers a step changes: this one has changed none
         if self._staged is not None:
