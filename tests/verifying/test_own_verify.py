@@ -365,6 +365,40 @@ def test_batches_that_each_rank_draws_for_all_and_takes_its_part_of() -> None:
     assert answer.equal, str(answer)
 
 
+def plain(distributed: bool) -> Any:
+    """Without dropout, which a seed in `data` would let drop alike."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    if distributed:
+        model = DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def numbered_anew(rank: int, world_size: int) -> Any:
+    """A part of a batch that is drawn for all, with the number of each sample in this part."""
+    for x, y in ((x, y) for ((x, y),) in drawn_for_all(rank, world_size)):
+        yield [(x, y, torch.arange(len(x)))]
+
+
+def unnumbered(step: Callable[[Any, Any, Any], float]) -> Callable[[Any, Any, Any], float]:
+    """A step that does not look at the numbers."""
+    return lambda model, optimizer, some: step(model, optimizer, [(x, y) for x, y, _ in some])
+
+
+@pytest.mark.parametrize(("step", "kinds"), [(train, []), (past_the_wrapper, ["S10"])])
+def test_samples_that_are_numbered_in_their_batch_hide_no_mistake_and_are_none(step: Any, kinds: list[str]) -> None:
+    """They were accused of augmentation with the same numbers, and a forward past the wrapper of other samples."""
+    answer = allranks.verify(plain, unnumbered(step), numbered_anew, num_steps=3)
+    assert [finding.verdict.kind for finding in answer.findings] == kinds, str(answer)
+
+
+@pytest.mark.parametrize(("factor", "kinds"), [(1.0, []), (1.5, ["other", "S5"])])
+def test_in_a_low_precision_alone_too(factor: float, kinds: list[str]) -> None:
+    answer = allranks.verify(plain, unnumbered(half_step(factor, exact=False)), numbered_anew, num_steps=3)
+    assert [finding.verdict.kind for finding in answer.findings] == kinds, str(answer)
+    assert any("computes in bfloat16" in note for note in answer.notes)
+
+
 def over_positions(cut: bool) -> Callable[[Any, Any, Any], None]:
     """A step on whole sequences, of which each rank computes its positions, or all."""
 

@@ -25,7 +25,7 @@ def explain_gradients(evidence: Evidence, step: int, what: str, off: Sequence[Mi
     tied = {name for names in evidence.one.run.start.tied for name in names}
     if tied and all(m.name in tied for m in off):
         return [_finding("S14", evidence, step, off, "the gradient of tied tensors")]
-    factor = _common(off)
+    factor = common_factor(off)
     everything = len(off) == len([n for n, p in expected.items() if bool(p.value.any())])
     if not math.isnan(factor) and factor != 0.0:
         return [_scaled(evidence, step, off, factor, everything, what)]
@@ -72,7 +72,8 @@ def _differ_among_twins(evidence: Evidence, step: int, what: str, name: str) -> 
     return False
 
 
-def _common(off: Sequence[Mismatch]) -> float:
+def common_factor(off: Sequence[Mismatch]) -> float:
+    """The factor by which all of them are off; nan where there is none."""
     factors = [m.factor for m in off]
     same = all(abs(f - factors[0]) <= 1e-5 * max(1.0, abs(f)) for f in factors)
     return factors[0] if same else math.nan
@@ -274,7 +275,7 @@ def _finding(
     lines = [describe(m, "gradient of", world, axis) for m in off[:3]]
     if said:
         lines.insert(0, said)
-    factor = world.in_words(_common(off), axis)
+    factor = world.in_words(common_factor(off), axis)
     times = f" by the factor {factor}" if factor != "" else ""
     over = f" over {axis}" if axis else ""
     return found(

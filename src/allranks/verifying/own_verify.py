@@ -11,7 +11,7 @@ from typing import Any
 from allranks.errors import ConfigError, ProcessError
 from allranks.surviving.launch import launch_without_gpus
 from allranks.verifying.answer import Answer, cannot, equal_steps
-from allranks.verifying.data_causes import judge_samples
+from allranks.verifying.data_causes import judge_fed
 from allranks.verifying.determinism import incomparable
 from allranks.verifying.end_causes import judge_reshard
 from allranks.verifying.evidence import Evidence
@@ -194,7 +194,7 @@ def _is_even(evidence: Evidence) -> bool:
 def _in_its_own_precision(evidence: Evidence) -> Answer:
     """Of a program that computes in a low precision alone."""
     one, name = evidence.one, str(evidence.one.lowered).removeprefix("torch.")
-    found = judge_start(evidence) or judge_samples(evidence, 0) or judge_low_precision(evidence)
+    found = judge_start(evidence) or judge_fed(evidence, 0) or judge_low_precision(evidence)
     notes = (LOWERED.format(name), *say_noisy(one, name))
     findings = (*found, *judge_ranks(evidence))
     if not findings and set(noisy_gradients(one)) >= one.run.steps[0].gradients.keys():
