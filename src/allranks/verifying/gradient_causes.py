@@ -12,6 +12,7 @@ from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.recording import Parts
 
 OF_FLOAT32, OF_BFLOAT16 = 1e-5, 0.03  # relative: how far some roundings in a forward move a gradient at most
+DIVIDED = "look at what the loss is divided by: the same number on all ranks as on one device"
 SPAN = 1e-7  # relative, of what a combination of the ranks' gradients leaves unexplained
 
 
@@ -30,16 +31,8 @@ def explain_gradients(evidence: Evidence, step: int, what: str, off: Sequence[Mi
     if not math.isnan(factor) and factor != 0.0:
         return [_scaled(evidence, step, off, factor, everything, what)]
     if everything and _each_rank_by_its_own(off):
-        return [
-            _finding(
-                "S13",
-                evidence,
-                step,
-                off,
-                "every gradient, by a factor of each rank's own,",
-                axis=evidence.world.axis_where(partial(_have_other_factors, off)),
-            )
-        ]
+        return [_finding("S13", evidence, step, off, "every gradient, by a factor of each rank's own,",
+                         axis=evidence.world.axis_where(partial(_have_other_factors, off)))]  # fmt: skip
     if any(m.missing or m.factor == 0.0 for m in off):
         gone = [m for m in off if m.missing or m.factor == 0.0]
         return [_finding("S11", evidence, step, gone, "a gradient that one device has")]
@@ -121,7 +114,7 @@ def _scaled(
         )
     if share is not None and share[0] == "S29" and world.is_count(factor, world.data_ranks):
         return _finding("S29", evidence, step, off, "every gradient", said=share[1], axis=world.data_axis)
-    kind = "S13"
+    kind = OTHER if what == "raw" else "S13"  # before clipping no norm has had a part in it
     if world.is_count(factor, world.micro_batches):
         kind = "S8"
     elif world.is_count(factor, world.model_ranks):
@@ -130,7 +123,8 @@ def _scaled(
         kind = "S9" if world.model_ranks == 1 else "S16"
     elif world.counts_an_axis(factor):
         kind = "S16"
-    return _finding(kind, evidence, step, off, "every gradient", axis=world.axis_of_factor(factor))
+    return _finding(kind, evidence, step, off, "every gradient", axis=world.axis_of_factor(factor),
+                    next=DIVIDED if kind == OTHER else "")  # fmt: skip
 
 
 def _look_like_experts(evidence: Evidence, off: Sequence[Mismatch]) -> bool:
@@ -171,7 +165,8 @@ def _combined(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch],
         return _finding("S27", evidence, step, off, f"gradients, as far as {rounding} rounds,")
     if world.model_ranks > 1:
         return _finding("S16", evidence, step, off, "gradients", axis=world.model_axis)
-    return _finding(OTHER if not everything else "S16", evidence, step, off, "gradients")
+    axis = world.data_axis if world.data_ranks > 1 else ""  # the only one
+    return _finding(OTHER if not everything else "S16", evidence, step, off, "gradients", axis=axis)
 
 
 def _drew_again(evidence: Evidence, step: int) -> bool:
@@ -269,7 +264,14 @@ def _shown(weights: torch.Tensor) -> str:
 
 
 def _finding(
-    kind: str, evidence: Evidence, step: int, off: Sequence[Mismatch], what: str, said: str = "", axis: str = ""
+    kind: str,
+    evidence: Evidence,
+    step: int,
+    off: Sequence[Mismatch],
+    what: str,
+    said: str = "",
+    axis: str = "",
+    next: str = "",
 ) -> Finding:
     first, world = off[0], evidence.world
     lines = [describe(m, "gradient of", world, axis) for m in off[:3]]
@@ -287,4 +289,5 @@ def _finding(
         factor=factor,
         step=step,
         error=None if math.isinf(first.relative) else first.relative,
+        next=next,
     )
