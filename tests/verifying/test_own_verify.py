@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allranks
 from allranks.errors import ConfigError
-from allranks.verifying.own_verify import EVEN, hindrance, not_tried, verify_program
+from allranks.verifying.own_verify import EVEN, PACKED, hindrance, not_tried, say_packed, verify_program
 from allranks.verifying.recording import Noise, OneDevice, RunRecord
-from tests.verifying.records import one_device
+from tests.verifying.records import evidence, one_device
 
 pytestmark = pytest.mark.distributed
 
@@ -99,6 +99,27 @@ def test_what_was_not_tried_is_told(
     run.resumed = RunRecord(first=saved, steps=run.steps[:resumed]) if resumed else None
     run.evaluation = run.evaluation if evaluated else None
     assert not_tried([run], num_steps) == told
+
+
+@pytest.mark.parametrize(("alone", "rank", "told"), [((), (), 0), ((0, 1), (0, 1), 2), ((), (1,), 1), ((1,), (), 1)])
+def test_samples_that_were_not_compared_are_told(alone: tuple[int, ...], rank: tuple[int, ...], told: int) -> None:
+    """Nothing is said of them either where a rank's batch alone has no rows."""
+    record = evidence()
+    for run, packed in ((record.one.run, alone), (record.ranks[1], rank)):
+        for step in packed:
+            run.steps[step].packed = True
+    assert say_packed(record, 2) == ((PACKED.format(told, 2),) if told else ())
+
+
+def weighed(rank: int, world_size: int) -> Any:
+    """Batches with the weights of three classes beside the samples."""
+    for x, y in batches():
+        yield [(x.chunk(world_size)[rank], y.chunk(world_size)[rank], torch.ones(3))]
+
+
+def test_batches_with_one_odd_tensor_are_not_said_to_be_packed() -> None:
+    answer = allranks.verify(plain, unnumbered(train), weighed, num_steps=2)
+    assert answer.equal and "have not one length" in answer.notes[0] and EVEN not in answer.notes, str(answer)
 
 
 def test_one_step_is_too_few() -> None:
