@@ -17,7 +17,7 @@ from allranks.verifying.end_causes import judge_reshard
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge, judge_ranks
 from allranks.verifying.local_layouts import MOST_PROCESSES
-from allranks.verifying.low_precision import judge_low_precision, noisy_gradients, say_noisy
+from allranks.verifying.low_precision import judge_low_precision, noisy_gradients, say_errors, say_noisy
 from allranks.verifying.own_alone import Source, observer_of, read_program, relative_of, run_alone, run_shares
 from allranks.verifying.own_group import process_group
 from allranks.verifying.own_loop import OwnLoop, Setting
@@ -200,8 +200,9 @@ def _in_its_own_precision(evidence: Evidence) -> Answer:
     """Of a program that computes in a low precision alone."""
     one, name = evidence.one, str(evidence.one.lowered).removeprefix("torch.")
     found = judge_start(evidence) or judge_fed(evidence, 0) or judge_low_precision(evidence)
-    notes = (LOWERED.format(name), *say_packed(evidence, 1), *say_noisy(one, name))
     findings = (*found, *judge_ranks(evidence))
+    equal = () if found else say_errors(evidence, name)
+    notes = (LOWERED.format(name), *say_packed(evidence, 1), *equal, *say_noisy(one, name))
     if not findings and set(noisy_gradients(one)) >= one.run.steps[0].gradients.keys():
         return cannot(
             f"rounding in {name} hides what is computed", notes[-1], "verify it in float32, or with more samples"
