@@ -43,6 +43,38 @@ def test_a_right_task_is_equal() -> None:
 
 
 @pytest.mark.distributed
+def test_functions_that_a_task_has_imported_by_name_are_watched_too(tmp_path: Path) -> None:
+    """It was refused as not deterministic: its module has them before anything is replaced.
+
+    Its attention drops in an evaluation as well, which was taken for the last step's (S21).
+    """
+    (tmp_path / "named.py").write_text(
+        f"""import sys
+sys.path.insert(0, {str(PROGRAMS)!r})
+from torch import nn, rand_like
+from torch.nn.functional import dropout, scaled_dot_product_attention
+from points import Points
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 8), nn.Linear(8, 2)
+    def forward(self, x):
+        h = self.first(x + 0.1 * rand_like(x)).unflatten(-1, (4, 2))
+        h = scaled_dot_product_attention(h, h, h, dropout_p=0.2)
+        return self.last(dropout(h.flatten(-2), 0.1, self.training))
+class Named(Points):
+    def model(self):
+        return Attends()
+"""
+    )
+    answer = verify(f"{tmp_path / 'named.py'}:Named", "ddp")
+    assert answer.exit_code == 0, str(answer)
+    assert answer.one is not None
+    assert [len(step.draws) for step in answer.one.run.steps] == [2] * 4
+    assert [len(step.draws) for step in answer.ranks[0].steps] == [6] * 4, "of three micro-steps"
+
+
+@pytest.mark.distributed
 def test_what_was_not_evaluated_and_how_equal_a_low_precision_is_are_told(tmp_path: Path) -> None:
     (tmp_path / "unmeasured.py").write_text(
         f"""import sys
