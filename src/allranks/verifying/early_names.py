@@ -1,4 +1,4 @@
-"""Names that a program has given to functions of torch before these are replaced: `from torch.nn.functional import ...`.
+"""Names that a program has given to functions of torch before these are replaced: `from torch import randn`, say.
 
 What replaces a function in torch's module does not reach a module that has it under a name of its own. Seen are names
 of modules; a function that is kept in an object (a partial, an attribute) stays torch's own.
@@ -35,8 +35,8 @@ def _program_modules(functions: Mapping[Callable[..., Any], Any]) -> list[dict[s
     """The globals of modules of the program that have a name for one of the functions."""
     # By who refers to it: a Task's module need not be in sys.modules.
     holders = [one for one in gc.get_referrers(*functions) if type(one) is dict]
-    return [one for one in holders if "__builtins__" in one and not _is_ours(str(one.get("__name__")))]
+    return [one for one in holders if "__builtins__" in one and not _is_known(str(one.get("__name__")))]
 
 
-def _is_ours(module: str) -> bool:
-    return module.split(".")[0] in NOT_THE_PROGRAM
+def _is_known(module: str) -> bool:
+    return module.split(".", maxsplit=1)[0] in NOT_THE_PROGRAM
