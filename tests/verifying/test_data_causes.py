@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from allranks.stepping.feeding import SEEDED
-from allranks.verifying.data_causes import WHOLE, judge_draws, judge_samples
+from allranks.verifying.data_causes import WHOLE, judge_draws, judge_fed, judge_samples
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge
-from allranks.verifying.recording import Draw, OneDevice, RunRecord, StepRecord
+from allranks.verifying.recording import Draw, OneDevice, Part, RunRecord, StepRecord
 from allranks.verifying.world_view import WorldView
 from tests.verifying.records import evidence, scale
 
@@ -98,6 +98,26 @@ def test_parts_of_a_packed_batch_are_other_batches_of_which_nothing_is_said() ->
     assert judged(7, 7) == ["S4"]
     one.steps[0].packed = False
     assert judged(8, 9, packed=False) == ["other"]
+
+
+def test_a_model_of_one_number_does_not_tell_that_samples_are_the_same() -> None:
+    """Its gradient is a multiple of any other."""
+
+    def judged(size: int, factor: float) -> list[str]:
+        def only(run: RunRecord, by: float) -> None:
+            for what in ("raw", "gradients"):
+                value = getattr(run.steps[0], what)["bias"].value[:size] * by
+                setattr(run.steps[0], what, {"bias": Part(None, value)})
+
+        def change(ranks: list[RunRecord]) -> None:
+            for rank, run in enumerate(ranks):
+                run.steps[0].rows = [50 + rank, 60 + rank]
+                only(run, factor)
+
+        return [f.verdict.kind for f in judge_fed(evidence(change, lambda run: only(run, 1.0)), 0)]
+
+    assert judged(1, 1.0) == judged(3, 1.0) == judged(3, 1.5) == []
+    assert judged(1, 1.5) == judged(3, 0.0) == ["other"]
 
 
 def test_an_epoch_that_begins_anew_in_the_same_order() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from allranks.parameter_map import Box
-from allranks.verifying.gradient_causes import is_sum_of
+from allranks.verifying.findings import OTHER
+from allranks.verifying.gradient_causes import DIVIDED, is_sum_of
 from allranks.verifying.judge import judge
 from allranks.verifying.recording import Draw, Part, RunRecord
 from allranks.verifying.world_view import WorldView
@@ -165,6 +166,39 @@ def test_a_coupled_loss_of_experts_does_not_compose(coupled: float, kind: str) -
 
     (finding,) = judge(evidence(change, alone, shares=lambda step: [[FIRST], [SECOND]]))
     assert finding.verdict.kind == kind
+
+
+@pytest.mark.parametrize(("what", "kind"), [("raw", OTHER), ("gradients", "S13")])
+def test_a_factor_that_counts_nothing_is_one_of_the_norm_after_clipping_alone(what: str, kind: str) -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            scale(getattr(run.steps[0], what), 1.5)
+
+    (finding,) = judge(evidence(change))
+    assert (finding.verdict.kind, finding.factor) == (kind, 1.5)
+    assert (finding.verdict.next == DIVIDED) == (kind == OTHER) and "norm" not in finding.verdict.next + (
+        finding.verdict.what if kind == OTHER else ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "names", "kind", "axis"),
+    [
+        (None, ("weight", "bias"), "S16", "dp"),
+        (None, ("bias",), OTHER, "dp"),
+        (WorldView((0, 1), {"dp_shard": 2}), ("weight", "bias"), "S16", "dp_shard"),
+    ],
+)
+def test_the_only_axis_is_named_where_no_factor_fits_and_the_ranks_agree(
+    world: WorldView | None, names: tuple[str, ...], kind: str, axis: str
+) -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            run.steps[0].raw |= {name: Part(None, VALUES[name] ** 2 + 0.1) for name in names}
+
+    (finding,) = judge(evidence(change, world=world))
+    assert (finding.verdict.kind, finding.axis, finding.factor) == (kind, axis, "")
+    assert f"gradients differs over {axis}: {names[0]}" in finding.verdict.what
 
 
 @pytest.mark.parametrize(("size", "kind"), [(1e-7, "S27"), (1e-3, "S27"), (0.2, "S16")])

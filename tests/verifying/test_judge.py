@@ -81,7 +81,28 @@ def rows(first: list[int], second: list[int]) -> Change:
 
 def other_samples(ranks: list[RunRecord]) -> None:
     rows([0, 1], [2, 50])(ranks)
-    each(ranks, "raw", 1.5, 0)
+    by_no_factor(ranks, 0)
+
+
+def by_no_factor(ranks: list[RunRecord], step: int) -> None:
+    """Gradients of other samples: alike on all ranks."""
+    for run in ranks:
+        for what in ("raw", "gradients"):
+            parts = getattr(run.steps[step], what)
+            parts |= {name: Part(None, part.value**2 + 0.1) for name, part in parts.items()}
+
+
+def numbered(change: Change) -> Change:
+    """Samples that are numbered anew in their batch, and what is wrong besides."""
+
+    def both(ranks: list[RunRecord]) -> None:
+        drawn(ranks)
+        change(ranks)
+        for step in range(2):
+            for rank, run in enumerate(ranks):
+                run.steps[step].rows = [900 + 10 * step + rank, 950 + 10 * step + rank]
+
+    return both
 
 
 def draws(ranks: list[RunRecord]) -> None:
@@ -97,7 +118,7 @@ def seeds(ranks: list[RunRecord]) -> None:
     """All ranks draw from one state, for samples that one device does not have."""
     drawn(ranks)
     ranks[1].steps[1].rows = [60, 70]
-    each(ranks, "raw", 1.5, 1)
+    by_no_factor(ranks, 1)
 
 
 def drawn(ranks: list[RunRecord]) -> None:
@@ -149,6 +170,34 @@ CASES: dict[str, tuple[Change, str, int | None, str | float]] = {
 def test_samples_that_differ_by_what_nothing_computes_with_are_the_same() -> None:
     """As those of graphs do that are numbered in their batch: the gradients are those of one device."""
     assert judge(evidence(rows([0, 1], [2, 50]))) == []
+    assert judge(evidence(numbered(lambda ranks: None))) == [], "nor are they drawn alike for other samples"
+
+
+def apart_later(ranks: list[RunRecord]) -> None:
+    """Not synchronised, so that in the next step gradients are those of other parameters."""
+    own(ranks)
+    by_no_factor(ranks, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (own, "S10"),
+        (apart_later, "S10"),
+        (clipped_first, "S13"),
+        (lambda r: each(r, "raw", 2.0), "S9"),
+        (lambda r: each(r, "gradients", 0.7), "S13"),
+        (settings("lr", 0.2), "S23"),
+        (lambda r: by_no_factor(r, 0), OTHER),
+    ],
+)
+def test_what_is_wrong_beside_such_samples_is_named_first(change: Change, kind: str) -> None:
+    """Where ranks part in their gradients, or have one factor: other samples do not make that."""
+    findings = judge(evidence(numbered(change)))
+    assert kinds(findings) == ([kind] if kind != OTHER else [OTHER, "S5"]), [str(f.verdict) for f in findings]
+    fed = "the ranks are fed other samples than one device"
+    said = "\n".join([findings[0].verdict.what, *findings[0].verdict.evidence])
+    assert (fed in said) == (kind != "S23") and (fed in findings[0].verdict.what) == (kind == OTHER)
 
 
 @pytest.mark.parametrize("name", CASES)

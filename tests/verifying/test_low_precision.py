@@ -7,12 +7,14 @@ import torch
 
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.low_precision import (
+    EQUAL,
     Factor,
     around_first,
     around_mean,
     compare_noisy,
     distance,
     judge_low_precision,
+    say_errors,
     say_noisy,
 )
 from allranks.verifying.recording import OneDevice, Part, Parts, RunRecord
@@ -163,3 +165,13 @@ def test_what_rounding_moves_too_far_is_told_and_accuses_nobody() -> None:
         "bias"
     )
     assert say_noisy(moved(1.0, 0.19).one, "bfloat16") == () and judge_low_precision(moved(1.0, 0.3)) == []
+
+
+def test_how_far_what_is_equal_is_apart_is_told_of_what_can_be_judged() -> None:
+    assert say_errors(moved(1.003, 0.01), "bfloat16") == (EQUAL.format("bfloat16", 0.3, 0.3),)
+    noisy = moved(0.5, 0.3)
+    assert say_errors(noisy, "bfloat16") == (EQUAL.format("bfloat16", 0.0, 0.0),), "bias is named by say_noisy"
+    for run in (noisy.one.run, *noisy.one.variants):
+        del run.steps[0].raw["weight"]
+        run.steps[0].gradients.clear()
+    assert say_errors(noisy, "bfloat16") == ()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from allranks.verifying import observation as look
@@ -54,6 +55,19 @@ def test_dropouts_are_noted_and_let_everything_pass() -> None:
     with look.Observer(drops=True).watching():
         assert not torch.equal(layer(x), x)
     assert not torch.equal(nn.functional.dropout(torch.ones(100), 0.5), torch.ones(100))
+
+
+def test_attention_under_a_name_of_the_programs_own_drops_nothing_and_is_noted() -> None:
+    observer, x = look.Observer(), torch.randn(2, 1, 4, 8)
+    plain = nn.functional.scaled_dot_product_attention(x, x, x)
+    with observer.watching():
+        by_name = scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        by_place = scaled_dot_product_attention(x, x, x, None, 0.5)
+        scaled_dot_product_attention(x, x, x)
+        let_pass = dropout(x, 0.5)
+    assert torch.equal(by_name, plain) and torch.equal(let_pass, x)
+    assert [draw.shape for draw in observer.draws] == [(2, 1, 4, 8)] * 3 and torch.equal(by_place, plain)
+    assert not torch.equal(scaled_dot_product_attention(x, x, x, dropout_p=0.5), plain)
 
 
 def test_a_recomputation_is_told_from_a_forward() -> None:

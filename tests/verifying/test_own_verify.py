@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allranks
 from allranks.errors import ConfigError
-from allranks.verifying.own_verify import EVEN, hindrance, not_tried, verify_program
+from allranks.verifying.own_verify import EVEN, PACKED, hindrance, not_tried, say_packed, verify_program
 from allranks.verifying.recording import Noise, OneDevice, RunRecord
-from tests.verifying.records import one_device
+from tests.verifying.records import evidence, one_device
 
 pytestmark = pytest.mark.distributed
 
@@ -99,6 +99,27 @@ def test_what_was_not_tried_is_told(
     run.resumed = RunRecord(first=saved, steps=run.steps[:resumed]) if resumed else None
     run.evaluation = run.evaluation if evaluated else None
     assert not_tried([run], num_steps) == told
+
+
+@pytest.mark.parametrize(("alone", "rank", "told"), [((), (), 0), ((0, 1), (0, 1), 2), ((), (1,), 1), ((1,), (), 1)])
+def test_samples_that_were_not_compared_are_told(alone: tuple[int, ...], rank: tuple[int, ...], told: int) -> None:
+    """Nothing is said of them either where a rank's batch alone has no rows."""
+    record = evidence()
+    for run, packed in ((record.one.run, alone), (record.ranks[1], rank)):
+        for step in packed:
+            run.steps[step].packed = True
+    assert say_packed(record, 2) == ((PACKED.format(told, 2),) if told else ())
+
+
+def weighed(rank: int, world_size: int) -> Any:
+    """Batches with the weights of three classes beside the samples."""
+    for x, y in batches():
+        yield [(x.chunk(world_size)[rank], y.chunk(world_size)[rank], torch.ones(3))]
+
+
+def test_batches_with_one_odd_tensor_are_not_said_to_be_packed() -> None:
+    answer = allranks.verify(plain, unnumbered(train), weighed, num_steps=2)
+    assert answer.equal and "have not one length" in answer.notes[0] and EVEN not in answer.notes, str(answer)
 
 
 def test_one_step_is_too_few() -> None:
@@ -363,6 +384,40 @@ def test_batches_that_each_rank_draws_for_all_and_takes_its_part_of() -> None:
     """They were taken for noise of the samples of the step before, and for augmentation with the same numbers."""
     answer = allranks.verify(sharded, train, drawn_for_all, num_steps=3)
     assert answer.equal, str(answer)
+
+
+def plain(distributed: bool) -> Any:
+    """Without dropout, which a seed in `data` would let drop alike."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    if distributed:
+        model = DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def numbered_anew(rank: int, world_size: int) -> Any:
+    """A part of a batch that is drawn for all, with the number of each sample in this part."""
+    for x, y in ((x, y) for ((x, y),) in drawn_for_all(rank, world_size)):
+        yield [(x, y, torch.arange(len(x)))]
+
+
+def unnumbered(step: Callable[[Any, Any, Any], float]) -> Callable[[Any, Any, Any], float]:
+    """A step that does not look at the numbers."""
+    return lambda model, optimizer, some: step(model, optimizer, [(x, y) for x, y, _ in some])
+
+
+@pytest.mark.parametrize(("step", "kinds"), [(train, []), (past_the_wrapper, ["S10"])])
+def test_samples_that_are_numbered_in_their_batch_hide_no_mistake_and_are_none(step: Any, kinds: list[str]) -> None:
+    """They were accused of augmentation with the same numbers, and a forward past the wrapper of other samples."""
+    answer = allranks.verify(plain, unnumbered(step), numbered_anew, num_steps=3)
+    assert [finding.verdict.kind for finding in answer.findings] == kinds, str(answer)
+
+
+@pytest.mark.parametrize(("factor", "kinds"), [(1.0, []), (1.5, ["other", "S5"])])
+def test_in_a_low_precision_alone_too(factor: float, kinds: list[str]) -> None:
+    answer = allranks.verify(plain, unnumbered(half_step(factor, exact=False)), numbered_anew, num_steps=3)
+    assert [finding.verdict.kind for finding in answer.findings] == kinds, str(answer)
+    assert any("computes in bfloat16" in note for note in answer.notes)
 
 
 def over_positions(cut: bool) -> Callable[[Any, Any, Any], None]:

@@ -17,7 +17,7 @@ from allranks.verifying.plan import plan_run
 from allranks.verifying.recording import OneDevice
 from allranks.verifying.shrinking import Room
 from allranks.verifying.task_ranks import Errand
-from allranks.verifying.task_verify import hindrance, run_task_alone, verify_task
+from allranks.verifying.task_verify import NOT_EVALUATED, hindrance, run_task_alone, verify_task
 from tests.commands import POINTS, PROGRAMS
 from tests.programs import law_mutants, mutants
 from tests.verifying.mistakes import DEEP_BLOCKS, EXPERT_BLOCKS, LAWS, LOAD, OURS, START, UNSEEN, Mistake
@@ -39,6 +39,57 @@ def test_a_right_task_is_equal() -> None:
     answer = verify(POINTS, "ddp")
     assert answer.exit_code == 0, str(answer)
     assert "9 samples a step in 3 micro-steps" in str(answer)
+    assert NOT_EVALUATED not in answer.notes
+
+
+@pytest.mark.distributed
+def test_functions_that_a_task_has_imported_by_name_are_watched_too(tmp_path: Path) -> None:
+    """It was refused as not deterministic: its module has them before anything is replaced.
+
+    Its attention drops in an evaluation as well, which was taken for the last step's (S21).
+    """
+    (tmp_path / "named.py").write_text(
+        f"""import sys
+sys.path.insert(0, {str(PROGRAMS)!r})
+from torch import nn, rand_like
+from torch.nn.functional import dropout, scaled_dot_product_attention
+from points import Points
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 8), nn.Linear(8, 2)
+    def forward(self, x):
+        h = self.first(x + 0.1 * rand_like(x)).unflatten(-1, (4, 2))
+        h = scaled_dot_product_attention(h, h, h, dropout_p=0.2)
+        return self.last(dropout(h.flatten(-2), 0.1, self.training))
+class Named(Points):
+    def model(self):
+        return Attends()
+"""
+    )
+    answer = verify(f"{tmp_path / 'named.py'}:Named", "ddp")
+    assert answer.exit_code == 0, str(answer)
+    assert answer.one is not None
+    assert [len(step.draws) for step in answer.one.run.steps] == [2] * 4
+    assert [len(step.draws) for step in answer.ranks[0].steps] == [6] * 4, "of three micro-steps"
+
+
+@pytest.mark.distributed
+def test_what_was_not_evaluated_and_how_equal_a_low_precision_is_are_told(tmp_path: Path) -> None:
+    (tmp_path / "unmeasured.py").write_text(
+        f"""import sys
+sys.path.insert(0, {str(PROGRAMS)!r})
+from points import Points
+class Unmeasured(Points):
+    def dataset(self, split):
+        return super().dataset(split) if split == "train" else None
+"""
+    )
+    answer = verify(f"{tmp_path / 'unmeasured.py'}:Unmeasured", "ddp", "train.precision=bfloat16")
+    assert answer.equal and NOT_EVALUATED in answer.notes, str(answer)
+    (told,) = [note for note in answer.notes if note.startswith("gradients of the first step in bfloat16: equal to ")]
+    error, factor = (float(word.rstrip("%")) for word in told.split() if word.endswith("%"))
+    assert 0 < error < 10 and 0 <= factor < 10
 
 
 @pytest.mark.distributed

@@ -5,8 +5,10 @@ from collections.abc import Collection, Sequence
 from itertools import combinations
 
 from allranks.stepping.feeding import SEEDED
-from allranks.verifying.evidence import Evidence
+from allranks.verifying.evidence import Evidence, largest
 from allranks.verifying.findings import OTHER, Finding, found
+from allranks.verifying.gradient_causes import common_factor
+from allranks.verifying.low_precision import judge_low_precision
 from allranks.verifying.recording import Draw, RunRecord, StepRecord
 from allranks.verifying.world_view import WorldView
 
@@ -53,6 +55,34 @@ def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
               f"{lost.total()} of one device's are missing, {extra.total()} are too many",
               axis=axis, step=step, next=mend.get(kind, ""))
     ]  # fmt: skip
+
+
+def judge_fed(evidence: Evidence, step: int) -> list[Finding]:
+    """The same, but of samples that are other ones only where the gradients do not show that they are the same.
+
+    They may differ by what nothing computes with: the number of a graph in its batch, say.
+    """
+    samples = judge_samples(evidence, step)
+    return [] if samples and samples[0].verdict.kind == OTHER and _is_numbered_anew(evidence, step) else samples
+
+
+def _is_numbered_anew(evidence: Evidence, step: int) -> bool:
+    """Whether an own loop's gradients are those of one device, or off as other samples never make them: by one factor,
+    or otherwise on each rank.
+    """
+    one, ranks = evidence.step(step)
+    if one.values or largest(one.gradients) == 0:
+        return False
+    if evidence.one.lowered is not None:  # its later steps are not compared
+        return step == 0 and not judge_low_precision(evidence)
+    raw = set(one.raw) if all(record.raw for record in ranks) else set()  # what is left of them by clipping comes after
+    every = [m for m in evidence.compare(step, "raw") if raw]
+    every += [m for m in evidence.compare(step, "gradients") if m.name not in raw]
+    off = [m for m in every if not (m.missing and m.size == 0.0)]
+    if not off or any(not m.agree for m in off):
+        return True
+    numbers = sum((one.raw if m.name in raw else one.gradients)[m.name].value.numel() for m in off)
+    return numbers > 1 and abs(common_factor(off)) > 0.0  # a single number is always a multiple; nan is no factor
 
 
 def judge_values(evidence: Evidence, step: int) -> list[Finding]:
@@ -225,14 +255,15 @@ def judge_epochs(evidence: Evidence) -> list[Finding]:
 def judge_seeds(evidence: Evidence) -> list[Finding]:
     """Ranks that draw random numbers for every batch, from the same state: augmentation alike for other samples."""
     world = evidence.world
+    others = [step for step in range(evidence.num_steps) if judge_samples(evidence, step)]
+    if not others or not judge_fed(evidence, others[0]):
+        return []  # each draws for all, and takes its own part; in later steps a mistake of an earlier one may show
     for library, name in enumerate(("torch", "numpy", "python")):
-        for step in range(1, evidence.num_steps):
+        for step in (step for step in others if step):
             _, ranks = evidence.step(step)
             drew = [len(record.drew) > library and record.drew[library] for record in ranks]
             states = {record.seeds[library] for record in ranks if record.seeds}
             rows = {tuple(record.rows) for record in ranks}
-            if not judge_samples(evidence, step):
-                continue  # each draws for all, and takes its own part
             if all(drew) and len(states) == 1 and len(rows) == world.size > 1:
                 said = f"before step {step} {name}'s generator has one state on all {world.size} ranks, and draws"
                 return [found("S5", f"the ranks make different samples from the same random numbers of {name}", said,

@@ -12,6 +12,7 @@ from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.recording import Parts
 
 OF_FLOAT32, OF_BFLOAT16 = 1e-5, 0.03  # relative: how far some roundings in a forward move a gradient at most
+DIVIDED = "look at what the loss is divided by: the same number on all ranks as on one device"
 SPAN = 1e-7  # relative, of what a combination of the ranks' gradients leaves unexplained
 
 
@@ -25,21 +26,13 @@ def explain_gradients(evidence: Evidence, step: int, what: str, off: Sequence[Mi
     tied = {name for names in evidence.one.run.start.tied for name in names}
     if tied and all(m.name in tied for m in off):
         return [_finding("S14", evidence, step, off, "the gradient of tied tensors")]
-    factor = _common(off)
+    factor = common_factor(off)
     everything = len(off) == len([n for n, p in expected.items() if bool(p.value.any())])
     if not math.isnan(factor) and factor != 0.0:
         return [_scaled(evidence, step, off, factor, everything, what)]
     if everything and _each_rank_by_its_own(off):
-        return [
-            _finding(
-                "S13",
-                evidence,
-                step,
-                off,
-                "every gradient, by a factor of each rank's own,",
-                axis=evidence.world.axis_where(partial(_have_other_factors, off)),
-            )
-        ]
+        return [_finding("S13", evidence, step, off, "every gradient, by a factor of each rank's own,",
+                         axis=evidence.world.axis_where(partial(_have_other_factors, off)))]  # fmt: skip
     if any(m.missing or m.factor == 0.0 for m in off):
         gone = [m for m in off if m.missing or m.factor == 0.0]
         return [_finding("S11", evidence, step, gone, "a gradient that one device has")]
@@ -72,7 +65,8 @@ def _differ_among_twins(evidence: Evidence, step: int, what: str, name: str) -> 
     return False
 
 
-def _common(off: Sequence[Mismatch]) -> float:
+def common_factor(off: Sequence[Mismatch]) -> float:
+    """The factor by which all of them are off; nan where there is none."""
     factors = [m.factor for m in off]
     same = all(abs(f - factors[0]) <= 1e-5 * max(1.0, abs(f)) for f in factors)
     return factors[0] if same else math.nan
@@ -120,7 +114,7 @@ def _scaled(
         )
     if share is not None and share[0] == "S29" and world.is_count(factor, world.data_ranks):
         return _finding("S29", evidence, step, off, "every gradient", said=share[1], axis=world.data_axis)
-    kind = "S13"
+    kind = OTHER if what == "raw" else "S13"  # before clipping no norm has had a part in it
     if world.is_count(factor, world.micro_batches):
         kind = "S8"
     elif world.is_count(factor, world.model_ranks):
@@ -129,7 +123,8 @@ def _scaled(
         kind = "S9" if world.model_ranks == 1 else "S16"
     elif world.counts_an_axis(factor):
         kind = "S16"
-    return _finding(kind, evidence, step, off, "every gradient", axis=world.axis_of_factor(factor))
+    return _finding(kind, evidence, step, off, "every gradient", axis=world.axis_of_factor(factor),
+                    next=DIVIDED if kind == OTHER else "")  # fmt: skip
 
 
 def _look_like_experts(evidence: Evidence, off: Sequence[Mismatch]) -> bool:
@@ -170,7 +165,8 @@ def _combined(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch],
         return _finding("S27", evidence, step, off, f"gradients, as far as {rounding} rounds,")
     if world.model_ranks > 1:
         return _finding("S16", evidence, step, off, "gradients", axis=world.model_axis)
-    return _finding(OTHER if not everything else "S16", evidence, step, off, "gradients")
+    axis = world.data_axis if world.data_ranks > 1 else ""  # the only one
+    return _finding(OTHER if not everything else "S16", evidence, step, off, "gradients", axis=axis)
 
 
 def _drew_again(evidence: Evidence, step: int) -> bool:
@@ -268,13 +264,20 @@ def _shown(weights: torch.Tensor) -> str:
 
 
 def _finding(
-    kind: str, evidence: Evidence, step: int, off: Sequence[Mismatch], what: str, said: str = "", axis: str = ""
+    kind: str,
+    evidence: Evidence,
+    step: int,
+    off: Sequence[Mismatch],
+    what: str,
+    said: str = "",
+    axis: str = "",
+    next: str = "",
 ) -> Finding:
     first, world = off[0], evidence.world
     lines = [describe(m, "gradient of", world, axis) for m in off[:3]]
     if said:
         lines.insert(0, said)
-    factor = world.in_words(_common(off), axis)
+    factor = world.in_words(common_factor(off), axis)
     times = f" by the factor {factor}" if factor != "" else ""
     over = f" over {axis}" if axis else ""
     return found(
@@ -286,4 +289,5 @@ def _finding(
         factor=factor,
         step=step,
         error=None if math.isinf(first.relative) else first.relative,
+        next=next,
     )

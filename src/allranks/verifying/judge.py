@@ -2,13 +2,21 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from allranks.verifying.assembly import Mismatch, allowance
-from allranks.verifying.data_causes import judge_draws, judge_epochs, judge_samples, judge_seeds, judge_values
+from allranks.verifying.data_causes import (
+    judge_draws,
+    judge_epochs,
+    judge_fed,
+    judge_samples,
+    judge_seeds,
+    judge_values,
+)
 from allranks.verifying.end_causes import judge_evaluation, judge_resume
-from allranks.verifying.evidence import Evidence, describe, few, largest
+from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.gradient_causes import explain_gradients
 from allranks.verifying.start_causes import judge_start
@@ -65,10 +73,24 @@ def _steps(evidence: Evidence) -> list[Finding]:
 
 
 def _step(evidence: Evidence, step: int) -> list[Finding]:
-    one, ranks = evidence.step(step)
-    samples = judge_samples(evidence, step)
-    if samples and not (samples[0].verdict.kind == OTHER and _is_numbered_anew(evidence, step)):
+    samples = judge_fed(evidence, step)
+    if samples:
         return samples
+    gradients = _gradients(evidence, step)
+    if gradients:
+        return [_with_samples(finding, judge_samples(evidence, step)) for finding in gradients]
+    updates = judge_updates(evidence, step) or judge_settings(evidence, step)
+    if updates:
+        return updates
+    off = evidence.compare(step, "parameters")
+    if off:
+        return explain_parameters(evidence, step, off)
+    return _beside(evidence, step)
+
+
+def _gradients(evidence: Evidence, step: int) -> list[Finding]:
+    """What is wrong with gradients and their norm, before clipping where they are clipped."""
+    one, ranks = evidence.step(step)
     clipped = bool(one.raw) and all(record.raw for record in ranks)
     for what in ("raw", "gradients") if clipped else ("gradients",):
         off = [m for m in evidence.compare(step, what)]
@@ -84,13 +106,13 @@ def _step(evidence: Evidence, step: int) -> list[Finding]:
             norms = _norms(evidence, step)
             if norms:
                 return norms
-    updates = judge_updates(evidence, step) or judge_settings(evidence, step)
-    if updates:
-        return updates
-    off = evidence.compare(step, "parameters")
-    if off:
-        return explain_parameters(evidence, step, off)
-    return _beside(evidence, step)
+    return []
+
+
+def _with_samples(finding: Finding, samples: Sequence[Finding]) -> Finding:
+    """A finding on gradients, and below it that samples are other ones by their values, where they are."""
+    lines = [f"{one.verdict.what}, which is right if what differs is their number in the batch" for one in samples]
+    return replace(finding, verdict=replace(finding.verdict, evidence=(*finding.verdict.evidence, *lines)))
 
 
 def _agree_later(evidence: Evidence, step: int, off: Sequence[Mismatch]) -> bool:
@@ -129,15 +151,6 @@ def _norms(evidence: Evidence, step: int) -> list[Finding]:
 
 def _near(value: float | None, due: float, allowed: float) -> bool:
     return value is not None and abs(value - due) <= allowed
-
-
-def _is_numbered_anew(evidence: Evidence, step: int) -> bool:
-    """Whether an own loop's samples are other ones by what nothing computes with: the number of a graph in its batch,
-    say. Their gradients are then those of one device.
-    """
-    one, _ = evidence.step(step)
-    learns = largest(one.gradients) > 0
-    return learns and not one.values and not evidence.compare(step, "raw") + evidence.compare(step, "gradients")
 
 
 def _beside(evidence: Evidence, step: int) -> list[Finding]:

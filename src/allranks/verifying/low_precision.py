@@ -31,25 +31,58 @@ MOST_NOISE: Final = 0.2  # of the 2-norm; what rounding alone moves by more than
 NOISY = "rounding in {} alone moves these gradients by more than a fifth, so that a factor is not seen in them: {}"
 
 
+EQUAL = "gradients of the first step in {}: equal to {:.2g}% of each tensor in the 2-norm, and to {:.2g}% in its factor"
+
+
 def judge_low_precision(evidence: Evidence) -> list[Finding]:
     """Findings on the gradients of the first step, from the same parameters and samples; before clipping, if it is."""
+    (first, raw), (second, rest) = _before_clipping(evidence)
+    return _judge_some(evidence, first, raw) or _judge_some(evidence, second, rest)
+
+
+def _before_clipping(evidence: Evidence) -> tuple[tuple[str, Collection[str]], tuple[str, Collection[str]]]:
+    """(what, names) of gradients that are compared before clipping, and of the others."""
     one, ranks = evidence.step(0)
     # Some of the parameters may be clipped, and by whatever the ranks clip.
     raw = set(one.raw) if all(record.raw for record in ranks) else set()
-    return _judge_some(evidence, "raw", raw) or _judge_some(evidence, "gradients", set(one.gradients) - raw)
+    return ("raw", raw), ("gradients", set(one.gradients) - raw)
 
 
 def _judge_some(evidence: Evidence, what: str, names: Collection[str]) -> list[Finding]:
-    one, ranks = evidence.step(0)
-    expected: Parts = getattr(one, what)
-    variants = [getattr(run.steps[0], what) for run in evidence.one.variants]
-    held = [getattr(record, what) for record in ranks]
-    if evidence.own_types:
-        allowed = {name: around_first(name, expected, variants) for name in expected if name in names}
-    else:
-        allowed = around_mean([name for name in expected if name in names], expected, variants)
+    expected, variants, held = _sides(evidence, what)
+    allowed = _factors(evidence, what, names)
     off = [m for n, factor in allowed.items() if (m := compare_noisy(n, expected, held, variants, factor, evidence))]
     return explain_gradients(evidence, 0, what, off) if off else []
+
+
+def _sides(evidence: Evidence, what: str) -> tuple[Parts, list[Parts], list[Parts]]:
+    """What one device has, its variants, and the ranks."""
+    one, ranks = evidence.step(0)
+    variants = [getattr(run.steps[0], what) for run in evidence.one.variants]
+    return getattr(one, what), variants, [getattr(record, what) for record in ranks]
+
+
+def _factors(evidence: Evidence, what: str, names: Collection[str]) -> "dict[str, Factor]":
+    expected, variants, _ = _sides(evidence, what)
+    if evidence.own_types:
+        return {name: around_first(name, expected, variants) for name in expected if name in names}
+    return around_mean([name for name in expected if name in names], expected, variants)
+
+
+def say_errors(evidence: Evidence, precision: str) -> tuple[str, ...]:
+    """A note on how far the gradients are apart that are equal as far as rounding allows; none where that says little
+    of all of them.
+    """
+    noisy, errors, factors = noisy_gradients(evidence.one), list[float](), list[float]()
+    for what, names in _before_clipping(evidence):
+        expected, _, held = _sides(evidence, what)
+        for name, factor in _factors(evidence, what, set(names) - set(noisy)).items():
+            whole = expected[name].value.double()
+            value = put_together(name, whole, held, evidence.places)
+            if value is not None and bool(whole.any()):
+                errors.append(distance(value, whole)[0])
+                factors.append(abs(_factor(value, factor.of) - 1))
+    return (EQUAL.format(precision, 100 * max(errors), 100 * max(factors)),) if errors else ()
 
 
 @final

@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils import _pytree as pytree
 
 from allranks.parameter_map import Box
+from allranks.verifying.early_names import renaming
 from allranks.verifying.loader_watch import LoaderWatch, torch_digest
 from allranks.verifying.recording import Draw, Part, Parts
 
@@ -212,14 +213,16 @@ class Observer:
             found: torch.Tensor = attention(query, *rest, **options)
             return found
 
+        replaced = {attention: attending}
+        replaced |= {getattr(functional, name): self._dropping(getattr(functional, name)) for name in DROPOUTS}
+        replaced |= {getattr(torch, name): self._by_sample(getattr(torch, name)) for name in NOISE}
         with ExitStack() as stack:
             stack.enter_context(self.loaders.watching())
             stack.enter_context(patch.object(clip_grad, "_clip_grads_with_norm_", clipping))
-            stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attending))
-            for name in DROPOUTS:
-                stack.enter_context(patch.object(functional, name, self._dropping(getattr(functional, name))))
-            for name in NOISE:
-                stack.enter_context(patch.object(torch, name, self._by_sample(getattr(torch, name))))
+            stack.enter_context(renaming(replaced))
+            for owner, names in ((functional, ("scaled_dot_product_attention", *DROPOUTS)), (torch, NOISE)):
+                for name in names:
+                    stack.enter_context(patch.object(owner, name, replaced[getattr(owner, name)]))
             yield
 
     def feed(self, rows: Sequence[int] | Callable[[], Sequence[int]], draws: list[Draw] | None = None) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 from allranks.errors import ConfigError, ProcessError
 from allranks.surviving.launch import launch_without_gpus
 from allranks.verifying.answer import Answer, cannot, equal_steps
-from allranks.verifying.data_causes import judge_samples
+from allranks.verifying.data_causes import judge_fed
 from allranks.verifying.determinism import incomparable
 from allranks.verifying.end_causes import judge_reshard
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge, judge_ranks
 from allranks.verifying.local_layouts import MOST_PROCESSES
-from allranks.verifying.low_precision import judge_low_precision, noisy_gradients, say_noisy
+from allranks.verifying.low_precision import judge_low_precision, noisy_gradients, say_errors, say_noisy
 from allranks.verifying.own_alone import Source, observer_of, read_program, relative_of, run_alone, run_shares
 from allranks.verifying.own_group import process_group
 from allranks.verifying.own_loop import OwnLoop, Setting
@@ -33,8 +33,8 @@ LOWERED = (
 )
 EVEN = "every rank had as many samples in each step: uneven shares were not tried"
 PACKED = (
-    "which samples the ranks were fed was not compared: the tensors of a batch have no row for each (they are packed,"
-    " as graphs are)"
+    "in {} of {} steps it was not compared which samples the ranks were fed: the tensors of a batch have not one "
+    "length, as those of packed graphs, or it has none"
 )
 ALONE = "the program fails on one device", "make it run alone first: build(False)"
 RUN_IT = "make it run on several processes first: torchrun"
@@ -162,11 +162,16 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
         with failing("the program fails where one process loads what the ranks have saved", RUN_IT):
             loaded: RunRecord = launch_without_gpus(run_load, source, _of_ranks(setting), nproc=1)[0]
         findings = judge_reshard(evidence, loaded)
-    packed = any(record.packed for record in one.run.steps)
-    shared: tuple[str, ...] = (PACKED,) if packed else (EVEN,) if _is_even(evidence) else ()
+    shared = say_packed(evidence, evidence.num_steps) or ((EVEN,) if _is_even(evidence) else ())
     notes = shared + not_tried(ranks, setting.num_steps)
     equal = equal_steps(evidence) if findings else {}
     return Answer(tuple(findings), one, tuple(ranks), world, notes=notes, equal_steps=equal)
+
+
+def say_packed(evidence: Evidence, num_steps: int) -> tuple[str, ...]:
+    """A note on those of the first steps in which some side's batches have no row for each sample; none where none."""
+    packed = [any(run.steps[step].packed for run in (evidence.one.run, *evidence.ranks)) for step in range(num_steps)]
+    return (PACKED.format(sum(packed), num_steps),) if any(packed) else ()
 
 
 def not_tried(ranks: Sequence[RunRecord], num_steps: int) -> tuple[str, ...]:
@@ -194,9 +199,10 @@ def _is_even(evidence: Evidence) -> bool:
 def _in_its_own_precision(evidence: Evidence) -> Answer:
     """Of a program that computes in a low precision alone."""
     one, name = evidence.one, str(evidence.one.lowered).removeprefix("torch.")
-    found = judge_start(evidence) or judge_samples(evidence, 0) or judge_low_precision(evidence)
-    notes = (LOWERED.format(name), *say_noisy(one, name))
+    found = judge_start(evidence) or judge_fed(evidence, 0) or judge_low_precision(evidence)
     findings = (*found, *judge_ranks(evidence))
+    equal = () if found else say_errors(evidence, name)
+    notes = (LOWERED.format(name), *say_packed(evidence, 1), *equal, *say_noisy(one, name))
     if not findings and set(noisy_gradients(one)) >= one.run.steps[0].gradients.keys():
         return cannot(
             f"rounding in {name} hides what is computed", notes[-1], "verify it in float32, or with more samples"

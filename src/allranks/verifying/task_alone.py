@@ -256,6 +256,7 @@ class TaskAlone:
         validation = None if has_step(self.task) else self.task.dataset("validation")
         if validation is None:
             return {}
+        self.observer.feed([])  # what is dropped here is no step's
         model = self._models[""]
         model.eval()
         for name, parameter in look.logical_parameters(model).items():

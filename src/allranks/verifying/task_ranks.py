@@ -200,6 +200,7 @@ class _Run:
         with told, nullcontext() if choosing is None else choosing.within(session.spread.modules):
             self._step_through(session, watching[0], contents, record)
         if evaluate:
+            self._observer.feed([])  # what is dropped here is no step's
             with evaluation_told(self._observer.begin_forward):
                 record.evaluation = validate(session) or None
         return record

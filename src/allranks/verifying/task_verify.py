@@ -19,7 +19,7 @@ from allranks.verifying.determinism import find_noise, incomparable
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
-from allranks.verifying.low_precision import judge_low_precision, say_noisy
+from allranks.verifying.low_precision import judge_low_precision, say_errors, say_noisy
 from allranks.verifying.lowered import LOWERED, Lowered, run_lowered
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.plan import Plan, notes_of, plan_run
@@ -34,6 +34,7 @@ from allranks.verifying.world_view import WorldView
 NUM_VARIANTS = 2
 PLAIN = Variation()
 TOO_LARGE = "return settings that make it small in hints().small, or take a machine with more memory"
+NOT_EVALUATED = "no evaluation was compared: the Task has no validation samples, or a step of its own"
 ALONE = "the Task fails on one device", "make it train alone first: --layout single"
 ON_A_RANK = "a rank fails", "make it train under this layout first: allranks train"
 
@@ -95,6 +96,8 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
                 record: TaskRecord = launch_without_gpus(run_task_rank, _going_on_alone(plan, errand), nproc=1)[0]
             findings = _resharded(record.run, one)
         notes = notes_of(plan, len(saves), one.whole_validation)
+        if all(record.run.evaluation is None for record in ranks):
+            notes = (*notes, NOT_EVALUATED)
         if not findings and plan.precision in LOWERED:
             with failing(f"it fails in {plan.precision}", "make it train in this precision first: allranks train"):
                 low = _run_lowered(plan, errand)
@@ -189,7 +192,10 @@ def _in_low_precision(plan: Plan, low: Lowered) -> tuple[list[Finding], tuple[st
     """Findings on the first step in the run's own precision, and what was compared there, in words."""
     if not low.comparable:
         return [], (low.note,)
-    return judge_low_precision(evidence_of(low.one, low.ranks)), (low.note, *say_noisy(low.one, plan.precision))
+    evidence = evidence_of(low.one, low.ranks)
+    findings = judge_low_precision(evidence)
+    equal = () if findings else say_errors(evidence, plan.precision)
+    return findings, (low.note, *equal, *say_noisy(low.one, plan.precision))
 
 
 def replace_steps(one: OneDevice, first: int) -> OneDevice:
