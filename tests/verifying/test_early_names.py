@@ -1,5 +1,6 @@
 """Functions of torch under names that modules have given to them."""
 
+import gc
 import sys
 from types import ModuleType
 
@@ -45,3 +46,14 @@ def test_a_name_that_the_program_gives_away_meanwhile_stays_given_away() -> None
         assert program.randn() == 0
         program.__dict__["randn"] = 7
     assert program.randn == 7
+
+
+def test_modules_that_a_fork_server_has_frozen_are_searched_too() -> None:
+    program = module_of("user_program", "from torch import randn")
+    gc.freeze()
+    try:
+        with renaming({torch.randn: lambda: 0}):
+            assert program.randn() == 0
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

@@ -34,7 +34,11 @@ def renaming(replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> Itera
 def _program_modules(functions: Mapping[Callable[..., Any], Any]) -> list[dict[str, Any]]:
     """The globals of modules of the program that have a name for one of the functions."""
     # By who refers to it: a Task's module need not be in sys.modules.
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()  # what a fork server has frozen (surviving/preload.py), the user's modules among it, is not searched
     holders = [one for one in gc.get_referrers(*functions) if type(one) is dict]
+    if frozen:
+        gc.freeze()
     return [one for one in holders if "__builtins__" in one and not _is_known(str(one.get("__name__")))]
 
 
