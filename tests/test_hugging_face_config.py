@@ -144,6 +144,17 @@ def test_where_experts_are() -> None:
     assert from_hugging_face(_PUBLISHED["qwen1.5-moe-a2.7b"][1]).shared_ffn == 5632
 
 
+@pytest.mark.parametrize("other", [{"top_k": 50}, {"top_k": 0}, {"top_k": None}, {"num_experts_per_tok": 0}])
+def test_top_k_of_a_model_without_experts_is_none_of_theirs(other: dict[str, Any]) -> None:
+    """It is a setting of generate(), and may be 0."""
+    dense = _PUBLISHED["mistral-7b"][1]
+    assert from_hugging_face({**dense, **other}) == from_hugging_face(dense)
+    mixtral = _PUBLISHED["mixtral-8x7b"][1]
+    assert from_hugging_face({**mixtral, "top_k": 50}) == from_hugging_face(mixtral)
+    with pytest.raises(ConfigError, match="num_experts_per_tok = 0, but it has to be at least 1"):
+        from_hugging_face({**mixtral, "num_experts_per_tok": 0})
+
+
 def test_a_hugging_face_config_of_llama() -> None:
     config = {
         "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,

@@ -90,7 +90,8 @@ def test_a_longer_sequence_costs_attention_twice_its_share() -> None:
         ({"experts": 10**400, "top_k": 10**400}, "is larger than 1,000,000,000"),
         ({"heads": 7}, r"hidden\(512\) / heads\(7\)"),
         ({"kv_heads": 3}, r"kv_heads\(3\) does not divide heads\(8\)"),
-        ({"kv_heads": -8}, r"kv_heads\(-8\) does not divide heads\(8\)"),
+        ({"kv_heads": -8}, "kv_heads=-8, but it has to be at least 0"),
+        ({"experts": -3, "top_k": 1}, "experts=-3, but it has to be at least 0"),
         ({"experts": 4, "top_k": 5}, "top_k=5 of experts=4"),
     ],
 )

@@ -81,7 +81,6 @@ _NAMES = {
     "seq": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
     "head_dim": ("head_dim",),
     "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
-    "top_k": ("num_experts_per_tok", "top_k"),
     "expert_ffn": ("moe_intermediate_size",),
     "shared_ffn": ("shared_expert_intermediate_size",),
     "dense_layers": ("first_k_dense_replace",),
@@ -91,6 +90,7 @@ _NAMES = {
     "rope_dim": ("qk_rope_head_dim",),
     "value_dim": ("v_head_dim",),
 }
+_TOP_K = ("num_experts_per_tok", "top_k")
 _MAY_BE_NONE = ("experts", "shared_ffn", "dense_layers")
 """Sizes of which there may be 0."""
 
@@ -125,6 +125,9 @@ def from_hugging_face(config: Mapping[str, Any], name: str = "") -> ModelShape:
     """
     kind, built = _find_type(config)
     sizes = {ours: found for ours, keys in _NAMES.items() if (found := _size(config, ours, keys)) is not None}
+    # In a model without experts `top_k` is a setting of generate(), as older versions of transformers saved them.
+    if sizes.get("experts") and (top_k := _size(config, "top_k", _TOP_K)) is not None:
+        sizes["top_k"] = top_k
     required = ["layers", "hidden", "heads", "vocab", *(["ffn"] * built.gated), *(["head_dim"] * built.own_head_dim)]
     for ours in required:
         if ours not in sizes:

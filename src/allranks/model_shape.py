@@ -68,7 +68,10 @@ class ModelShape:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{self.name}: {name}={getattr(self, name)}, but it has to be at least 1")
         for name in (one.name for one in fields(self)):
-            if type(value := getattr(self, name)) is int and value > _MOST.get(name, MOST):
+            value = getattr(self, name)
+            if type(value) is int and value < 0:
+                raise ConfigError(f"{self.name}: {name}={value}, but it has to be at least 0")
+            if type(value) is int and value > _MOST.get(name, MOST):
                 raise ConfigError(f"{self.name}: {name} is larger than {_MOST.get(name, MOST):,}")
         if not self.head_dim and self.hidden % self.heads:
             near = math.gcd(self.hidden, self.heads)

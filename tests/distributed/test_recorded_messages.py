@@ -33,10 +33,11 @@ from allranks.layout import Layout
 from allranks.parallel import lines
 from allranks.parallel.mesh import MESH_AXES
 from allranks.rehearsing.dryrun import World, rehearse_rank
+from allranks.task import Task
 from allranks.training.prepare import resolve_layout
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
-from tests.rehearsing.tasks import EvenExperts, Tokens
+from tests.rehearsing.tasks import Adversaries, EvenExperts, Gathering, Normed, Tokens
 
 Over = tuple[str, tuple[int, ...]]
 """A group: torch's number of it, which two groups of the same ranks differ by, and its ranks."""
@@ -84,6 +85,13 @@ OTHERS = [
     (Tokens, "tp=4", 4, ()),
     (Tokens, "tp=2,dp_shard=2", 4, ()),
     (Tokens, "pp=2,dp_shard=2", 4, ACCUMULATED),
+    (Tokens, "dp_replicate=2,sharding=none", 2, ()),
+    (Normed, "ddp", 2, ()),
+    (Normed, "fsdp", 2, ()),
+    (Adversaries, "ddp", 2, ()),
+    (Adversaries, "fsdp", 2, ("train.micro_batch=8",)),
+    (Gathering, "ddp", 2, ()),
+    (Gathering, "fsdp", 2, ()),
 ]
 
 
@@ -93,7 +101,7 @@ def cache_directories() -> None:
     importlib.import_module("torch._inductor.runtime.cache_dir_utils")
 
 
-def record_step(task: Tokens, config: Config) -> Recorded:
+def record_step(task: Task, config: Config) -> Recorded:
     """What torch records of this rank's step in its steady state, in a process that has no group yet."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(BUFFER)  # read when the first group is made
     dist.init_process_group("gloo")
@@ -209,20 +217,26 @@ def add_up(recorded: Recorded, layout: Layout) -> dict[tuple[str, str, str], int
     exchanging = {over for over, kind, _ in recorded if kind == "all-to-all"}
     found: Counter[tuple[str, str, str]] = Counter()
     for over, kind, num_bytes in recorded:
+        if len(over[1]) == 1:
+            continue
         axis = axis_of(over[1], layout, exchanges=over in exchanging)
         found[axis, kind, "count"] += 1
         found[axis, kind, "bytes"] += num_bytes
     return dict(found)
 
 
-def compare(pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]) -> None:
+def compare(pool: Pools, kind: type[Task], layout: str, world: int, words: tuple[str, ...]) -> None:
     """The first and the last rank."""
-    config = config_of(layout, "train.global_batch=8", "train.max_norm=1.0", *words, precision="float32", steps=16)
+    sizes, batch = (SIZES, 8) if issubclass(kind, Tokens) else ({}, 32)
+    given = (f"train.global_batch={batch}", "train.max_norm=1.0", *words)
+    config = config_of(layout, *given, precision="float32", steps=16)
     resolved = resolve_layout(config, world)
-    recorded = pool(world).run_alone(record_step, kind(**SIZES), config, timeout=240)
+    recorded = pool(world).run_alone(record_step, kind(**sizes), config, timeout=240)
     for rank in {0, world - 1}:
         told: Counter[tuple[str, str, str]] = Counter()
-        for one in rehearse_rank(kind(**SIZES), config, World(resolved, world, on_cuda=False), rank).collectives:
+        for one in rehearse_rank(kind(**sizes), config, World(resolved, world, on_cuda=False), rank).collectives:
+            if one.ranks == 1:  # travels nowhere, and along no axis
+                continue
             told[one.axis, one.op, "count"] += one.count
             told[one.axis, one.op, "bytes"] += one.bytes
         assert dict(told) == add_up(recorded[rank], resolved)
@@ -239,7 +253,7 @@ def test_experts_that_lie_along_a_data_axis_are_told_from_it() -> None:
 
 @pytest.mark.parametrize(("kind", "layout", "world", "words"), FIRST)
 def test_messages_are_those_that_torch_records(
-    pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]
+    pool: Pools, kind: type[Task], layout: str, world: int, words: tuple[str, ...]
 ) -> None:
     compare(pool, kind, layout, world, words)
 
@@ -247,6 +261,6 @@ def test_messages_are_those_that_torch_records(
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "layout", "world", "words"), OTHERS)
 def test_messages_are_those_that_torch_records_on_every_axis(
-    pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]
+    pool: Pools, kind: type[Task], layout: str, world: int, words: tuple[str, ...]
 ) -> None:
     compare(pool, kind, layout, world, words)

@@ -42,6 +42,8 @@ OTHERS = [
     (Tokens, "fsdp,recompute=full", 2, ()),
     (Tokens, "fsdp", 2, ("train.precision=bfloat16",)),
     (Tokens, "dp_shard=2,sharding=optimizer", 2, ()),
+    (Tokens, "dp_replicate=2,sharding=none", 2, ()),
+    (Tokens, "dp_replicate=2,sharding=none", 2, ACCUMULATED),
     (Tokens, "single,recompute=selective", 1, ()),
     (Tokens, "dp_shard=2,recompute=selective", 2, ()),
     (Tokens, "cp=2,recompute=selective", 2, ()),

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from allranks.layout import parse_layout
+from allranks.model_profile import ModelProfile
 from allranks.planning import answer
 from allranks.planning.answer import make_plan, plan_gpus, plan_seq
 from allranks.planning.question import Question
@@ -120,6 +122,24 @@ def test_the_longest_samples_that_fit() -> None:
     assert beyond.best is None and beyond.closest is not None
     because = f"because at {plan.seq + 1024} it {beyond.closest.because}"
     assert f"{plan.seq} positions are the most (in steps of 1024), {because}" in plan.notes
+
+
+def test_the_longest_samples_of_a_written_layout_have_a_sample_for_each_rank() -> None:
+    """The usual batch of these is less than 512: no longer ones were called possible, at a third of the memory."""
+    layout = parse_layout("fsdp,recompute=full")
+    plan = plan_seq(ask("llama3-8b", "64x8:h100", layout=layout, follows_length=True))
+    assert plan.best is not None and plan.best.estimate.choice.global_batch == 512 and plan.seq > 32768
+    assert any(f"at {plan.seq + 1024} it" in note for note in plan.notes)
+
+
+def test_why_no_longer_samples_are_possible() -> None:
+    def make(seq: int | None, precision: str) -> ModelProfile:
+        heads = 8 if seq is not None and seq <= 4096 else 2
+        return decoder(seq=seq or 1024, heads=heads, kv_heads=heads)
+
+    plan = plan_seq(replace(ask(layout=parse_layout("tp=4,dp_shard=4"), batch=8), make_profile=make))
+    (note,) = (note for note in plan.notes if "positions are the most" in note)
+    assert plan.seq == 4096 and note.startswith("4096 positions are the most (in steps of 1024), because 5120 are ref")
 
 
 def test_where_not_even_short_samples_fit() -> None:

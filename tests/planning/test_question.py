@@ -39,6 +39,32 @@ def test_the_usual_batch_is_a_number_of_tokens() -> None:
     assert [usual_batch(seq)[0] for seq in (2**22, 2**23, 10**18)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("layout", "micro_batch", "least"),
+    [
+        ("fsdp", None, 16),
+        ("fsdp", 4, 16),
+        ("hsdp", None, 16),
+        ("dp_shard=2,tp=8", None, 4),
+        ("dp_shard=4,pp=4,schedule=1f1b", None, 16),
+        ("dp_shard=4,pp=4,schedule=1f1b", 2, 32),
+        ("dp_shard=4,pp=4,schedule=interleaved", None, 32),
+        (None, None, 4),
+    ],
+)
+def test_a_batch_that_follows_the_length_leaves_no_rank_idle(
+    layout: str | None, micro_batch: int | None, least: int
+) -> None:
+    """On 16 devices: of a million positions 4 samples are usual."""
+    written = None if layout is None else parse_layout(layout)
+    question = ask(layout=written, micro_batch=micro_batch, follows_length=True)
+    found = question.of_length(2**20)
+    assert (found.global_batch, found.seq, found.follows_length) == (least, 2**20, False)
+    assert ("because the layout takes no less" in found.notes[-1]) == (least > 4)
+    assert question.of_length(8192).global_batch == usual_batch(8192)[0] == 512
+    assert replace(question, follows_length=False).of_length(2**20).global_batch == 32
+
+
 def test_a_written_layout_takes_what_is_left() -> None:
     space = ask(layout=parse_layout("tp=4,dp_shard=*")).space()
     assert space.layout is not None and space.layout.dp_shard == 4

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from allranks.errors import ConfigError
 from allranks.planning import this_machine
+from allranks.planning.assembly import MOST_DEVICES
 from allranks.planning.hardware import find_cluster
 from allranks.planning.scale import cluster_of, fewest_nodes, largest, sizes_of, step_of
 
@@ -92,6 +93,14 @@ def test_sizes_rise_by_a_half_at_most() -> None:
     for smaller, larger in pairwise(sizes[4:]):
         assert smaller < larger <= 1.5 * smaller
     assert all(cluster_of(NODES, size).num_devices == size for size in sizes)
+
+
+def test_sizes_of_wide_nodes_end_where_a_plan_does() -> None:
+    """Of 4096 nodes of 4096 devices each the last third is more than any plan takes."""
+    wide = find_cluster("4096:h100")
+    sizes = list(sizes_of(wide))
+    assert 5_000_000 < max(sizes) <= MOST_DEVICES
+    assert all(cluster_of(wide, size).num_devices == size for size in sizes)
 
 
 @given(st.integers(2, 4096), st.data(), st.sampled_from([1, 8]))

@@ -4,16 +4,19 @@ import gc
 import re
 import weakref
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 from allranks.errors import ConfigError
+from allranks.losses import cross_entropy
 from allranks.rehearsal import RankRehearsal
 from allranks.rehearsing.dryrun import WORKSPACE_BYTES, collecting_new
 from allranks.stepping.spikes import STORED
-from allranks.task import Task
+from allranks.task import Hints, Task
 from tests.rehearsing.tasks import Experts, Normed, Stepping, Tokens, rehearsed
 
 EVERY_AXIS = [
@@ -52,16 +55,72 @@ def test_a_short_trace_agrees_with_the_full_one_on_every_axis(kind: type[Tokens]
     check_short(kind, layout, world, "train.global_batch=16")
 
 
+class Strided(Task):
+    """Ten convolutions, of which some halve what they are given: they differ in tuples alone."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"train.steps": 4, "train.global_batch": 32}
+
+    strides: str = "1112111111"
+
+    def model(self) -> nn.Module:
+        blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, int(s), padding=1), nn.ReLU()) for s in self.strides]
+        return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+
+    def dataset(self, split: str) -> Any:
+        return [(torch.zeros(8, 32, 32), 3)] * 64 if split == "train" else None
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, batch[1], reduction="sum")
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_convolutions_of_another_stride_are_no_repeats(layout: str) -> None:
+    assert check_short_of(Strided(), layout, 4) == (8, 10)
+    assert check_short_of(Strided(strides="1111211111"), layout, 4) == (10, 10), "five and four are too few"
+
+
+class Pretrained(Tokens):
+    """Of Hugging Face's, whose layers have their number as an attribute."""
+
+    def model(self) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": self.vocab}
+        heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        built: nn.Module = LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=self.layers))
+        return built
+
+    def inputs(self, batch: Any) -> Any:
+        return {"input_ids": batch["tokens"], "use_cache": False}
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return cross_entropy(output.logits, batch["y"])
+
+    def hints(self) -> Hints:
+        return Hints()
+
+
+def test_layers_that_know_their_number_are_repeats() -> None:
+    pytest.importorskip("transformers")
+    assert check_short_of(Pretrained(layers=9), "fsdp", 2) == (4, 9)
+
+
 def check_short(kind: type[Tokens], layout: str, world: int, *overrides: str) -> None:
     """Of nine blocks (of a stage: at least six) some are traced."""
-    task = kind(layers=12 if "pp" in layout else 9)
+    traced, blocks = check_short_of(kind(layers=12 if "pp" in layout else 9), layout, world, *overrides)
+    assert traced < blocks
+
+
+def check_short_of(task: Task, layout: str, world: int, *overrides: str) -> tuple[int, int]:
+    """(Blocks that the short trace traced, all), where it says what the full one does."""
     short, full = (rehearsed(task, layout, world, *overrides, full=full) for full in (False, True))
-    assert short.traced < short.blocks == full.traced
+    assert short.blocks == full.traced
     assert short.peak_bytes == pytest.approx(full.peak_bytes, rel=0.01)
     # A stage that waits for another one's loss may keep one number more.
     assert short.resting_bytes == pytest.approx(full.resting_bytes, abs=4 if "pp" in layout else 0)
     assert short.flops == full.flops
     assert totals(short) == totals(full)
+    return short.traced, short.blocks
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])

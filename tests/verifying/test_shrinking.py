@@ -188,6 +188,38 @@ def test_a_number_that_only_counts_the_blocks_is_no_difference(name: str) -> Non
     assert len(drop_repeats([same], 2)) == 1
 
 
+class Masked(nn.Module):
+    """A layer that sees the last `window` of `length` positions."""
+
+    def __init__(self, length: int, window: int, *, kept: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("mask", torch.ones(length, length).tril().triu(1 - window), persistent=kept)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_blocks_of_other_masks_are_not_equal(kept: bool) -> None:
+    """A global one behind three local ones is verified, too."""
+    rows: Any = nn.ModuleList(Masked(8, 8 if n % 4 == 3 else 2, kept=kept) for n in range(12))
+    assert drop_repeats([rows], 2) == ["8 to 11, which repeat the blocks before them, are left out"]
+    assert [int(block.mask.sum()) for block in rows] == [15, 15, 15, 36] * 2
+    assert drop_repeats([nn.ModuleList(Masked(8, n + 1, kept=kept) for n in range(6))], 2) == []
+
+
+@pytest.mark.parametrize(("windows", "left"), [([2] * 6, 2), ([2, 2, 2, 2, 2, 256], 3)])
+def test_masks_too_large_to_be_filled_where_parameters_are_counted(windows: list[int], left: int) -> None:
+    class Windowed(Points):
+        def model(self) -> nn.Module:
+            return nn.ModuleList(Masked(256, window, kept=False) for window in windows)
+
+    size = chosen(Windowed(), room(6 * left, beside=2 * 8 * 36))
+    assert (size.keep, size.hindrance) == (2, ""), "the note is of what each process leaves out"
+    assert f"shrunk: 2 to {7 - left}, which" in size.note
+    task = Windowed()
+    shrink(task, size.keep)
+    assert len(task.model()) == left  # type: ignore[arg-type]
+
+
 def test_patterns_repeat_too_and_what_lies_inside_of_a_row_is_left_alone() -> None:
     layers = [layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.ReLU())]
     model = nn.Sequential(nn.Flatten(), *layers, nn.Linear(4, 1))

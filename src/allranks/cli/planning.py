@@ -32,7 +32,6 @@ from allranks.planning.question import (
     Rehearse,
     choose_precisions,
     fixed_micro_steps,
-    usual_batch,
 )
 from allranks.planning.scale import cluster_of
 from allranks.upkeep import Upkeep
@@ -126,14 +125,10 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
     precisions, notes = choose_precisions(request.precision or subject.precision, cluster)
     seq = None if request.seq in (None, ASK) else _whole(request.seq or "", POSITIONS, "--seq")
     batch = request.global_batch if request.global_batch is not None else subject.global_batch
-    follows_length = batch is None and request.seq == ASK
-    if batch is None:
-        batch, note = usual_batch(seq or subject.seq)
-        notes = notes if follows_length else (*notes, note)
     question = Question(
         make_profile=subject.profiles_on(cluster),
         cluster=cluster,
-        global_batch=batch,
+        global_batch=1 if batch is None else batch,
         precisions=precisions,
         seq=seq,
         micro_batch=request.micro_batch if request.micro_batch is not None else subject.micro_batch,
@@ -144,9 +139,13 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
         what_ifs=request.what_if,
         notes=(*subject.notes, *notes),
         upkeep=_upkeep(request, subject, cluster),
-        follows_length=follows_length,
+        follows_length=batch is None,
     )
     question = _with_layout(question, request, subject)
+    if question.follows_length and request.gpus == ASK:
+        question = replace(question.in_usual_batch(seq or subject.seq), follows_length=False)
+    elif question.follows_length and request.seq != ASK:
+        question = replace(question.of_length(seq or subject.seq), seq=seq)
     if request.gpus == ASK and question.layout is not None:
         _check_open(question.layout)
     return Asked(question, gpus=request.gpus == ASK, seq=request.seq == ASK)

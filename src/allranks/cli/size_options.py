@@ -6,7 +6,7 @@ import typer
 
 
 def _size(name: str, text: str) -> Any:
-    return typer.Option(name, metavar="N", help=f"Of a model without a name: {text}.", show_default=False)
+    return typer.Option(name, metavar="N", min=1, help=f"Of a model without a name: {text}.", show_default=False)
 
 
 Layers = Annotated[int | None, _size("--layers", "its blocks")]

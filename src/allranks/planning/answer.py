@@ -206,8 +206,7 @@ def _why_not_enough(question: Question) -> tuple[float | None, str] | None:
     found = Search(space).run()
     if found.best is None:
         if found.nearest is None:
-            refusal = next(iter(found.refusals.values()), None)
-            return None, "every layout is refused" if refusal is None else refusal.because
+            return None, _first_refusal(found)
         return UNFIT + found.nearest.peak_bytes.high, why_unfit(found.nearest)
     if question.tokens is None:
         return None
@@ -227,11 +226,24 @@ def plan_seq(question: Question) -> Plan:
         note = f"samples of {SEQ_STEP} positions do not fit{_unchecked(question)}, and no longer ones"
         shortest = question.of_length(SEQ_STEP)
         return make_plan(replace(shortest, notes=(*shortest.notes, note)))
-    beyond = Search(question.of_length(longest + SEQ_STEP).space()).run().nearest
-    why = "the next is refused" if beyond is None else f"at {longest + SEQ_STEP} it {why_unfit(beyond)}"
-    note = f"{longest} positions are the most (in steps of {SEQ_STEP}), because {why}"
+    note = f"{longest} positions are the most (in steps of {SEQ_STEP}), because {_why_no_longer(question, longest)}"
     found = question.of_length(longest)
     return make_plan(replace(found, notes=(*found.notes, note)))
+
+
+def _why_no_longer(question: Question, longest: int) -> str:
+    beyond = longest + SEQ_STEP
+    if beyond > SEQ_MOST:
+        return "no longer ones are looked at"
+    found = Search(question.of_length(beyond).space()).run()
+    if found.nearest is not None:
+        return f"at {beyond} it {why_unfit(found.nearest)}"
+    return f"{beyond} are refused: {_first_refusal(found)}"
+
+
+def _first_refusal(found: Found) -> str:
+    refusal = next(iter(found.refusals.values()), None)
+    return "every layout is refused" if refusal is None else refusal.because
 
 
 def _unchecked(question: Question) -> str:

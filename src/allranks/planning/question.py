@@ -1,5 +1,6 @@
 """Question: what a plan is asked for, as one value; the Space that a search takes follows from it."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,8 @@ class Question:
         make_profile: of the model.
         precisions: that may be taken, at least one.
         seq: positions of a sample; None: the model's own.
-        follows_length: whether nobody gave a batch, and samples of another length take the usual one of these.
+        follows_length: whether nobody gave a batch, and samples of another length take the usual one of these; where
+            the layout is written, no less than it takes.
         micro_batch: fixed by the user, or None.
         micro_steps: of a Task whose statistics or loss depend on them, or None.
         layout: degrees and modes that the user wrote; None where every one is open.
@@ -81,11 +83,30 @@ class Question:
         return replace(self, cluster=cluster)
 
     def of_length(self, seq: int) -> "Question":
-        """The same of samples of `seq` positions; in the usual batch of these where nobody gave one, which it notes."""
-        if not self.follows_length:
-            return replace(self, seq=seq)
+        """The same of samples of `seq` positions; in the usual batch of these where nobody gave one.
+
+        Raises LayoutError where the written layout does not fit the cluster.
+        """
+        found = replace(self, seq=seq, follows_length=False)
+        return found.in_usual_batch(seq, self._least_batch()) if self.follows_length else found
+
+    def in_usual_batch(self, seq: int, least: int = 1) -> "Question":
+        """The same in the usual batch of samples of `seq` positions, but of no less than `least`, which it notes."""
         batch, note = usual_batch(seq)
-        return replace(self, seq=seq, global_batch=batch, follows_length=False, notes=(*self.notes, note))
+        if batch < least:
+            tokens = f"about {TOKENS_PER_STEP / 1e6:.1f}M tokens a step would be {batch} of {seq} each"
+            batch, note = least, f"global batch {least}, because the layout takes no less; {tokens}"
+        return replace(self, global_batch=batch, notes=(*self.notes, note))
+
+    def _least_batch(self) -> int:
+        """Samples of a step with which the written layout leaves no rank idle and fills its pipeline; else 1."""
+        if self.layout is None:
+            return 1
+        layout = Layout.resolve(self.layout, self.cluster.num_devices, self.cluster.nodes)
+        if layout.pp == 1:
+            return layout.dp
+        micro_steps = next(number for number in itertools.count(1) if layout.fits_schedule(number))
+        return layout.dp * micro_steps * (self.micro_batch or 1)
 
 
 def fixed_micro_steps(profile: ModelProfile) -> int | None:

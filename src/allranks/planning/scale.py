@@ -84,10 +84,12 @@ def step_of(cluster: Cluster) -> int:
 def sizes_of(cluster: Cluster) -> Iterator[int]:
     """Numbers of devices worth a look, ascending: parts of a node, then nodes by steps of at most a half.
 
-    Of this machine's processor no more than it has cores, or than were asked for.
+    Of this machine's processor no more than it has cores, or than were asked for; of any cluster no more than a plan
+    takes.
     """
     step = step_of(cluster)
     most = max(look().cores, cluster.num_devices) if _shares_this_processor(cluster) else MOST_NODES
+    most = min(most, MOST_DEVICES // step)
     yield from divisors(step)
     nodes = 2
     while nodes <= most:

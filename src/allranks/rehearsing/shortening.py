@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
 from allranks.parallel.blocks import find_blocks
+from allranks.parallel.equal_blocks import kinds_of
 from allranks.parallel.held_back import parameter_groups
 from allranks.parallel.spread import Spread
 
@@ -68,31 +69,21 @@ def _find_blocks(modules: Mapping[str, nn.Module], hints: Sequence[str]) -> dict
 
 
 def equal_runs(module: nn.Module, blocks: Sequence[str], begins: Collection[str] = ()) -> list[list[str]]:
-    """Consecutive blocks of one kind; none goes over the beginning of a stage."""
+    """Consecutive blocks of one list and one kind; none goes over the beginning of a stage."""
+    kinds: dict[str, tuple[str, int]] = {}
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
+        members = dict(module.get_submodule(parent).named_children())
+        numbers = zip(members, kinds_of([*members.values()]), strict=True)
+        kinds |= {f"{parent}.{key}" if parent else key: (parent, number) for key, number in numbers}
     found: list[list[str]] = []
     before: object = None
     for name in blocks:
-        kind = (name.rpartition(".")[0], _kind(module.get_submodule(name)))
+        kind = kinds[name]
         if kind != before or name in begins:
             found.append([])
         found[-1].append(name)
         before = kind
     return found
-
-
-def _kind(block: nn.Module) -> object:
-    plain = (int, float, bool, str)
-    return tuple(
-        (
-            name,
-            type(member).__qualname__,
-            tuple(
-                (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in member._parameters.items() if p is not None
-            ),
-            tuple((n, value) for n, value in vars(member).items() if isinstance(value, plain)),
-        )
-        for name, member in block.named_modules()
-    )
 
 
 def _leave_out(module: nn.Module, run: Sequence[str], found: Shortened) -> None:

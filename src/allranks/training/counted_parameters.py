@@ -40,10 +40,16 @@ def build_unfilled(task: Task) -> list[nn.Module]:
 
     Files of weights that `torch.load` reads are mapped: of what is copied into parameters nothing is read.
     """
+    with _Unfilled(), _files_mapped():
+        return build_filled(task)
+
+
+def build_filled(task: Task) -> list[nn.Module]:
+    """The models of the Task once more: what is said meanwhile is not shown, and no random number of ours is drawn."""
     silent = io.StringIO()
     with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _Unfilled(), _files_mapped(), torch.random.fork_rng(devices=()):
+        with torch.random.fork_rng(devices=()):
             built = task.model()
     return list(built.values()) if isinstance(built, dict) else [built]
 

@@ -6,19 +6,16 @@ else would compute something that nobody trains, and is not done: then the answe
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from itertools import pairwise
-from types import FunctionType
 from typing import Final, NamedTuple, final
 
-import torch
 from torch import nn
 
 from allranks.layout import Layout
+from allranks.parallel.equal_blocks import compared_tensors, kinds_of
 from allranks.task import Task
-from allranks.training.counted_parameters import build_unfilled, count_in, device_untouched
+from allranks.training.counted_parameters import LARGE, build_filled, build_unfilled, count_in, device_untouched
 from allranks.units import format_bytes, format_count
 
 BYTES: Final = 8  # of a number in float64
@@ -27,9 +24,6 @@ RUNS_ALONE: Final = 4  # the run, the run with other random numbers, two with an
 TWICE: Final = 2  # a record, and its copy on the way to the process that judges
 LONGEST_PERIOD: Final = 4
 FEWEST: Final = 2
-COUNTERS: Final = ("idx", "index", "number", "layer_id", "layer_num")
-"""How a block's own number among its neighbours is called (Hugging Face: layer_idx), whatever stands before."""
-TORCHS_OWN: Final = frozenset(vars(nn.Module()))
 
 
 @final
@@ -112,10 +106,17 @@ def choose_size(task: Task, room: Room, with_settings: Callable[[Sequence[str]],
         return Size(hindrance=f"{because}; with {words} its {room.takes(left)} still")
     keep = max(FEWEST, room.layout.num_stages)
     modules = build_unfilled(task)
-    dropped = drop_repeats(modules, keep)
+    valued = any(tensor.numel() >= LARGE for module in modules for tensor in compared_tensors(module))
+    dropped = drop_repeats(modules, keep, LARGE - 1)
     left = count_in(modules)
     # Every process makes the whole model before it leaves blocks out.
-    if dropped and room.fits(left, beside=room.nproc * whole * BYTES):
+    fits = room.fits(left, beside=room.nproc * whole * BYTES)
+    if dropped and fits and valued:  # of a mask of that size only a model that is filled has the values
+        modules = build_filled(task)
+        dropped = drop_repeats(modules, keep)
+        left = count_in(modules)
+        fits = room.fits(left, beside=room.nproc * whole * BYTES)
+    if dropped and fits:
         return Size(keep=keep, note=f"shrunk: {'; '.join(dropped)}; because {because}")
     tried = f"without repeated blocks its {room.takes(left)}, made from the whole" if dropped else "no blocks repeat"
     return Size(hindrance=f"{because}; {tried}")
@@ -144,8 +145,12 @@ def shrink(task: Task, keep: int | None) -> None:
     task.model = model  # type: ignore[method-assign]
 
 
-def drop_repeats(modules: Iterable[nn.Module], keep: int) -> list[str]:
-    """Leave the first `keep` repeats of each row of them, and what lies inside of these as it is; told in words."""
+def drop_repeats(modules: Iterable[nn.Module], keep: int, most: int | None = None) -> list[str]:
+    """Leave the first `keep` repeats of each row of them, and what lies inside of these as it is; told in words.
+
+    Args:
+        most: see `kinds_of`.
+    """
     told = []
     for module in modules:
         kept: list[str] = []
@@ -153,7 +158,7 @@ def drop_repeats(modules: Iterable[nn.Module], keep: int) -> list[str]:
             prefix = f"{name}." if name else ""
             if any(name.startswith(row) for row in kept) or not isinstance(member, nn.ModuleList | nn.Sequential):
                 continue
-            row = find_repeats(_looks([*member]))
+            row = find_repeats(kinds_of([*member], most=most))
             first, end = (row.start + row.period * times for times in (keep, row.times))
             if first < end:
                 kept.append(prefix)
@@ -181,40 +186,3 @@ def find_repeats(looks: Sequence[object]) -> Row:
             if (times - 1) * period > (best.times - 1) * best.period:
                 best = Row(start, period, times)
     return best
-
-
-def _looks(blocks: Sequence[nn.Module]) -> list[object]:
-    """Of each block all that can be seen of it: what it prints, its tensors' shapes and types, what of it learns, and
-    the plain attributes of its modules, but for those that number the blocks."""
-    plain = [_plain(block) for block in blocks]
-    counting = {path for some in plain for path in some if path[-1].endswith(COUNTERS) and _counts_up(plain, path)}
-    looks: list[object] = []
-    for block, attributes in zip(blocks, plain, strict=True):
-        tensors = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in block.state_dict().items()]
-        kept = {path: (type(value), repr(value)) for path, value in attributes.items() if path not in counting}
-        looks.append((repr(block), tensors, [parameter.requires_grad for parameter in block.parameters()], kept))
-    return looks
-
-
-def _plain(block: nn.Module) -> dict[tuple[str, str], object]:
-    """(module, attribute) -> its value, of what is no module, no tensor and no object with a state of its own."""
-    return {
-        (name, key): value
-        for name, module in block.named_modules()
-        for key, value in vars(module).items()
-        if key not in TORCHS_OWN and (is_plain(value) or isinstance(value, FunctionType))
-    }
-
-
-def is_plain(value: object) -> bool:
-    """Whether it is a number, a text, a name of one of several, a type of torch's, or a row of such."""
-    if isinstance(value, tuple | list | set | frozenset):
-        return all(is_plain(one) for one in value)
-    return value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum | torch.dtype)
-
-
-def _counts_up(plain: Sequence[Mapping[tuple[str, str], object]], path: tuple[str, str]) -> bool:
-    """Whether an attribute is larger by one in each block that has it than in the one before."""
-    values = [value for some in plain if isinstance(value := some.get(path), int)]
-    whole = len(values) == sum(path in some for some in plain)
-    return whole and all(later - value == 1 for value, later in pairwise(values))
