@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.errors import CheckpointError
 from allranks.stepping.session import Session
 from allranks.verifying.parity import RecordedStep, compare, record_run
@@ -322,6 +324,37 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
 ) -> None:
     layout, size, *_ = LAYOUTS[case]
     assert pool(size).run(resumed, tmp_path, kind, layout, at) == [(True, [], at > EVERY)] * size
+
+
+def resumed_without(directory: Path, layout: str, kind: str, without: int) -> bool:
+    """In a worker: whether a run goes on as it was whose first step the copy `without` has left out, saved then."""
+    config = config_of(layout, *BATCH, *ADAM, *LOCAL, steps=2 * STEPS)
+    session, contents = contents_of(Tiny(kind=kind), config, 0)
+    bad = float("nan") if session.spread.mesh.coordinate("dp_replicate") == without else 1.0
+
+    def alter(batch: StepBatch) -> StepBatch:
+        return replace(batch, micro_steps=tuple(_times(bad, one) for one in batch.micro_steps))
+
+    list(step_through(session, 1, alter))
+    assert bool(session.optimizers.parts()) == (bad == 1.0), "there is none to begin with"
+    saver_of(session, contents, directory).save(1)
+    list(step_through(session, EVERY + 1))
+    again, contents = contents_of(Tiny(kind=kind), config, 0)
+    contents.load(find(directory, again))
+    list(step_through(again, EVERY + 1))
+    ours, theirs = everything(session), everything(again)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _times(factor: float, micro_step: MicroStep) -> MicroStep:
+    return replace(micro_step, batch=dict(micro_step.batch, x=micro_step.batch["x"] * factor))
+
+
+@pytest.mark.parametrize("without", [0, 1])
+@pytest.mark.parametrize("case", ["single", "optimizer"])
+def test_a_copy_that_has_made_no_update_yet_is_saved(pool: Pools, tmp_path: Path, case: str, without: int) -> None:
+    layout, size, *_ = LAYOUTS[case]
+    assert pool(size).run(resumed_without, tmp_path, layout, "mlp", without) == [True] * size
 
 
 def save(directory: Path, layout: str, at: int, kind: str = "mlp", *overrides: str) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from allranks.errors import LayoutError
-from allranks.parallel.module_state import SMALL_BYTES, ModuleState
+from allranks.parallel.module_state import SMALL_BYTES, ModuleState, changed_attributes, put_attributes
 
 
 class Keeping(nn.Module):
@@ -135,3 +135,14 @@ def test_a_buffer_of_two_modules_stays_one() -> None:
     state.settle()
     with state.put_back():
         assert module[1].running_mean is module[0].running_mean
+
+
+def test_attributes_are_told_apart_by_what_they_are_and_put_back() -> None:
+    module, x = Keeping(), torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    before = dict(vars(module))
+    assert changed_attributes(before, module) == {}
+    module(x)
+    found = changed_attributes(before, module)
+    assert sorted(found) == ["calls", "last"] and found["calls"] == 0
+    put_attributes(module, found)
+    assert module.calls == 0 and not hasattr(module, "last") and module.count == 1

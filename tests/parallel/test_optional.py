@@ -1,5 +1,6 @@
 """Modules that a forward may leave out: zero gradients there, and no unit of their own; law 4 for such branches."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -188,6 +189,22 @@ def test_zeros_where_nothing_was_computed(output: Any) -> None:
         assert not model(x).requires_grad if isinstance(found, torch.Tensor) else True
 
 
+@dataclass
+class Output:
+    kind: str
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+def test_a_dataclass_carries_them_in_its_first_tensor() -> None:
+    model = Maybe(lambda x: Output("one", x, x.detach()))
+    give_zeros(model, ["unused"], [])
+    found = model(torch.ones(3, 2))
+    assert isinstance(found, Output) and found.kind == "one" and not found.hidden.requires_grad
+    found.logits.sum().backward()
+    assert model.unused.weight.grad is not None and not model.unused.weight.grad.any()
+
+
 def test_a_loss_may_change_the_output_in_place() -> None:
     model = Maybe(lambda x: x)
     give_zeros(model, ["unused"], [])
@@ -209,7 +226,7 @@ def test_what_another_stage_holds_gets_none_here() -> None:
 def test_an_output_that_cannot_carry_them_is_refused() -> None:
     model = Maybe(lambda x: (x > 0).long())
     give_zeros(model, ["unused"], [])
-    with pytest.raises(TaskError, match=r"hints\(\)\.optional: the model returns no floating-point tensor"):
+    with pytest.raises(TaskError, match=r"hints\(\)\.optional: the model returns .*no floating-point tensor is found"):
         model(torch.randn(1, 2))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+from allranks.parallel import plain_generators
 from allranks.parallel.plain_generators import PlainGenerators
 
 
@@ -61,6 +62,43 @@ def test_a_number_held_back_is_seen_though_it_moves_nothing() -> None:
             assert np.random.standard_normal() == held_back
         with after.put_back():
             assert np.random.standard_normal() == following
+
+
+def test_words_that_come_by_again_are_told_apart_by_the_number_held_back() -> None:
+    """Seeded with the same key again, as in a pass that is made once more."""
+    for _ in range(2):
+        np.random.seed(7)
+        np.random.standard_normal()
+        first, held_back = PlainGenerators(), np.random.standard_normal()
+        second = PlainGenerators()
+        following = np.random.standard_normal()
+        np.random.seed(7)
+        np.random.standard_normal()
+        assert PlainGenerators()._numpy is not second._numpy
+        with first.put_back():
+            assert np.random.standard_normal() == held_back
+            with second.put_back():
+                assert np.random.standard_normal() == following
+
+
+def test_a_pass_that_ends_one_number_short_is_undone() -> None:
+    start = PlainGenerators()
+    np.random.standard_normal(2)
+    end = PlainGenerators()
+    following = np.random.standard_normal()
+    with end.put_back():
+        with start.put_back():
+            np.random.standard_normal()
+        assert np.random.standard_normal() == following
+
+
+def test_a_held_back_number_that_is_nowhere_to_be_seen_is_put_back_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert plain_generators._HELD_AT is not None, "this numpy shows it"
+    monkeypatch.setattr(plain_generators, "_HELD_AT", None)
+    test_words_that_come_by_again_are_told_apart_by_the_number_held_back()
+    test_a_pass_that_ends_one_number_short_is_undone()
 
 
 def test_numpy_is_asked_once_while_nothing_draws_from_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """Random numbers where tensors are whole, and where they are cut (law 6)."""
 
+import pytest
 import torch
+from torch import nn
 
+from allranks.parallel.recompute import recompute
 from allranks.parallel.regions import Regions
 
 
@@ -73,3 +76,41 @@ def test_a_forward_that_was_seeded_draws_by_its_seed_whatever_was_left_open() ->
     torch.manual_seed(4)
     regions.begin()
     assert torch.rand(3).tolist() == expected and not regions.inside
+
+
+class Opening(nn.Module):
+    """A block in which a region opens and stays open, as under sequence rules."""
+
+    def __init__(self, regions: Regions) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.regions = [regions]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x).tanh()
+        self.regions[0].enter()
+        return nn.functional.dropout(hidden.tanh(), 0.5)
+
+
+def gradient(again: bool, forwards: int, backwards: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    regions = Regions(1)
+    block = Opening(regions)
+    if again:
+        block.forward = recompute("block", block, block.forward)  # type: ignore[method-assign]
+    total = torch.zeros(())
+    for index in range(forwards):
+        regions.begin()
+        total = total + block(torch.arange(8.0).view(2, 4) * (index + 1) / 7).sum()
+        regions.exit()
+    for left in reversed(range(backwards)):
+        total.backward(retain_graph=left > 0)
+    assert block.linear.weight.grad is not None
+    return block.linear.weight.grad
+
+
+@pytest.mark.parametrize(("forwards", "backwards"), [(1, 2), (2, 1), (3, 2)])
+def test_a_block_that_opens_a_region_draws_the_same_after_another_was_recomputed(forwards: int, backwards: int) -> None:
+    """Each recomputation ends in the region that it has opened; the next one begins before it."""
+    found, expected = (gradient(again, forwards, backwards) for again in (True, False))
+    assert torch.equal(found, expected)

@@ -197,7 +197,7 @@ class Dropping(nn.Module):
 
 
 def drawn_again(first: bool, recompute: str) -> list[torch.Tensor]:
-    """In a worker: the gradients of two blocks after two micro-steps, each under a key of its own."""
+    """In a worker: the gradients of two blocks after two micro-steps, each under a key of its own and of two views."""
     torch.manual_seed(0)
     blocks = nn.Sequential(Dropping(first), Dropping(True))
     layers = nn.Sequential(*([nn.Embedding(11, 8)] if first else []), blocks, nn.Linear(8, 11))
@@ -208,7 +208,8 @@ def drawn_again(first: bool, recompute: str) -> list[torch.Tensor]:
     for key in (3, 4):
         torch.manual_seed(key)
         x = TOKENS if first else torch.arange(80, dtype=torch.float64).cos().view(2, 5, 8)
-        cut.modules[""](x).square().sum().backward()
+        outputs = [cut.modules[""](view) for view in (x, x.flip(0))]
+        sum(output.square().sum() for output in outputs).backward()
     return [parameter.grad for parameter in cut.trainable().values() if parameter.grad is not None]
 
 

@@ -200,10 +200,51 @@ def test_a_buffer_that_another_replaces_is_put_back() -> None:
         output = made(torch.ones(4, 5, dtype=torch.float64, requires_grad=True))
     assert made.held is objects[0] and made.made is objects[1]
     assert torch.equal(made.held, before[0]) and torch.equal(made.made, before[1])
-    assert made.length == len(made.table) == 4, "what may be made anew stays as its attributes tell it"
+    assert made.length == len(made.table) == 2, "and what tells of it"
     output.sum().backward()
     run(found, batch_of(micro_step_of(given(made), [3, 4, 5, 6, 7], weight=0)))
     assert made.made is objects[1] and torch.equal(made.made, before[1])
+
+
+class Frequencies(nn.Module):
+    """A table of one shape that a longer input rescales, as dynamic rotary embeddings do; no checkpoint holds it."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.cached = mlp(), 4
+        self.register_buffer("table", torch.ones(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = len(x)
+        if len(x) > self.cached:
+            self.table, self.cached, self.longest = torch.ones_like(self.table) / len(x), len(x), x
+        found: torch.Tensor = self.inner(x) * self.table
+        return found
+
+
+def test_a_table_goes_back_with_the_attribute_that_tells_its_length() -> None:
+    made = Frequencies()
+    found, plain = session(made), Frequencies().double()
+    x = torch.ones(8, 5, dtype=torch.float64)
+    with buffers_kept(found.spread, unless=False):
+        made(x)
+    assert made.table.tolist() == [1.0] * 3 and made.cached == 4 and not hasattr(made, "longest")
+    made(x), plain(x)
+    assert torch.equal(made.table, plain.table) and made.cached == plain.cached == 8
+    with buffers_kept(found.spread, unless=False):
+        made(x[:2])
+    assert made.kept == 2, "where no table is replaced attributes are the forward's own affair"
+
+
+def test_a_table_of_another_shape_stays_where_somebody_else_knows_its_length() -> None:
+    made = Growing()
+    found = session(made)
+    made.table = torch.zeros(2, dtype=torch.float64)
+    with buffers_kept(found.spread, unless=False):
+        made.table = torch.zeros(4, dtype=torch.float64)
+    assert len(made.table) == 4
 
 
 class Named(nn.Module):

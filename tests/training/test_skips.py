@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,33 @@ def test_the_rank_that_read_the_sample_is_named(pool: Pools, tmp_path: Path) -> 
     rank, first, last = map(int, re.findall(r"^rank (\d): .*positions (\d+) to (\d+)", line)[0])
     assert (first, last) == (10 * (step - 1) + 5 * rank, 10 * (step - 1) + 5 * rank + 4), "its part of the step"
     assert "first seen in what goes into the model" in line and re.search(r"samples .*\b17\b", line)
+
+
+@pytest.mark.distributed
+def test_a_step_that_one_copy_leaves_out_is_not_said_to_have_changed_nothing(pool: Pools, tmp_path: Path) -> None:
+    settings = ("train.global_batch=10", "layout.local_sgd=5", "train.steps=5", "checkpoint.every=1")
+    run = tmp_path / "skip"
+    assert train_outside(pool, 2, "Poisoned", *settings, run=run) == [0, 0]
+    (told,) = events(run, "verdict")
+    step = told["step"]
+    assert told["what"] == f"1 of 2 ranks left step {step} out: their gradients are not finite"
+    run = tmp_path / "stop"
+    said = train_outside(pool, 2, "Poisoned", *settings, "guard.nonfinite=stop", run=run)
+    assert all(f"the gradients of step {step} are not finite on 1 of 2 ranks: the run ends" in str(one) for one in said)
+    assert all("the other copies have made them, and all is saved" in str(one) for one in said)
+
+
+def test_a_row_in_which_copies_have_made_some_steps_ends_in_other_words() -> None:
+    config = config_of("single", "guard.nonfinite_limit=2")
+    session = session_of(Tiny(), config)
+    some, all_ = (Agreed(1.0, 1, 1, False, False, 0, skipped=skipped, num_ranks=2) for skipped in (1, 2))
+    for row, where in (((some, all_), " on some ranks"), ((all_, some), " on some ranks"), ((all_, all_), "")):
+        skips = Skips(session, lambda verdict, step: None)
+        skips._session = SimpleNamespace(spikes=None, outer=session)  # type: ignore[assignment]
+        assert skips.see(row[0], 4) is None
+        ended = skips.see(row[1], 5)
+        assert ended is not None and f"the last of them step 5, are not finite{where}: the run ends" in ended.what
+        assert ("the parameters are as before them, and saved" in ended.what) == (where == "")
 
 
 SPIKED = ("train.steps=30", "guard.spike_window=5", "optimizer.lr=0.001", "task.from_loss=25")

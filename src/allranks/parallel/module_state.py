@@ -60,7 +60,7 @@ class ModuleState:
     def settle(self) -> None:
         """After the forward: let go of what it left alone."""
         self._attributes = [
-            _changes(before, vars(member)) for member, before in zip(self._members, self._attributes, strict=True)
+            changed_attributes(before, member) for member, before in zip(self._members, self._attributes, strict=True)
         ]
         for member, before in zip(self._members, self._buffers, strict=True):
             for leaf, buffer in before.items():
@@ -116,19 +116,16 @@ class ModuleState:
             if some or member._buffers:
                 member._buffers.clear()
                 member._buffers.update(some)
-            for name, value in values.items():
-                if value is _MISSING:
-                    vars(member).pop(name, None)
-                else:
-                    vars(member)[name] = value
+            put_attributes(member, values)
 
 
 def _keep(buffer: torch.Tensor | None) -> _Buffer | None:
     return None if buffer is None else _Buffer(buffer, buffer._version, buffer.detach().clone())
 
 
-def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Name -> value before, of what is no longer the same object."""
+def changed_attributes(before: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """What of `before`, a copy of vars(module), is no longer the same object there, for `put_attributes`."""
+    after = vars(module)
     if len(before) == len(after) and all(map(is_, before.values(), after.values())):
         return {}  # as nearly always: a name that comes anew comes last
     names = [name for name in {**before, **after} if name not in _NOT_ATTRIBUTES]
@@ -137,3 +134,12 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         for name in names
         if before.get(name, _MISSING) is not after.get(name, _MISSING)
     }
+
+
+def put_attributes(module: nn.Module, values: dict[str, Any]) -> None:
+    """The attributes as `changed_attributes` found them; names that were not there go."""
+    for name, value in values.items():
+        if value is _MISSING:
+            vars(module).pop(name, None)
+        else:
+            vars(module)[name] = value

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError, TaskError
 from allranks.parallel.blocks import nearest_to
+from allranks.parallel.outputs import map_tensors
+from allranks.task_loading import describe
 
 
 def find_optional(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> dict[str, list[str]]:
@@ -104,17 +105,25 @@ class _Touch:
         parameters = [p for member, key in self._places if (p := member._parameters[key]) is not None]
         # Other stages of a pipeline have their own.
         parameters = [p for p in parameters if p.requires_grad and not p.is_meta]
-        leaves, spec = pytree.tree_flatten(output)
-        at = next((i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()), None)
-        if at is None:
+        first = list[torch.Tensor]()
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            if first or not tensor.is_floating_point():
+                return tensor
+            first.append(tensor)
+            # With memory of its own: to autograd it is a view else, which neither a loss nor a pipeline changes in
+            # place.
+            found: torch.Tensor = _Zeros.apply(tensor, *parameters).clone()  # type: ignore[no-untyped-call]
+            return found
+
+        changed = map_tensors(change, output)
+        if not first:
             owner = f"module {self._name}" if self._name else "the model"
             raise TaskError(
-                f"hints().optional: {owner} returns no floating-point tensor, on which the gradients of what it leaves "
-                "out could depend"
+                f"hints().optional: {owner} returns {describe(output)}, in which no floating-point tensor is found, on "
+                "which the gradients of what it leaves out could depend"
             )
-        # With memory of its own: to autograd it is a view else, which neither a loss nor a pipeline changes in place.
-        leaves[at] = _Zeros.apply(leaves[at], *parameters).clone()  # type: ignore[no-untyped-call]
-        return pytree.tree_unflatten(leaves, spec)
+        return changed
 
 
 class _Zeros(torch.autograd.Function):

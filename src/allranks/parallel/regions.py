@@ -32,12 +32,15 @@ class Regions:
 
         Who has seeded the generator since then, or put it back, is not overruled.
         """
-        if self.inside and torch.default_generator.initial_seed() != self._key(self._coordinate + 1):
-            self.inside = False
+        self._look()
         self.exit()
 
     def enter(self) -> None:
-        """What follows is cut; nothing where it is already."""
+        """What follows is cut; nothing where it is already.
+
+        A recomputed block that opens a region may come after another that has ended in its own.
+        """
+        self._look()
         if not self.inside:
             self.inside = True
             self._common = int(torch.randint(_LARGEST_DRAW, ()))
@@ -48,6 +51,11 @@ class Regions:
         if self.inside:
             self.inside = False
             _seed(self._key(0))
+
+    def _look(self) -> None:
+        """It is left where the generator has another seed than the region's."""
+        if self.inside and torch.default_generator.initial_seed() != self._key(self._coordinate + 1):
+            self.inside = False
 
     def _key(self, index: int) -> int:
         return (self._common ^ (index * _GOLDEN)) & _POSITIVE

@@ -8,15 +8,17 @@ experts) no optimizer steps: it becomes the plain mean.
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
-from typing import final
+from dataclasses import astuple, replace
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
 from allranks.errors import LayoutError
 from allranks.parallel.spread import Spread
-from allranks.parameter_map import Entry, one_of_each
+from allranks.parameter_map import Box, Entry, one_of_each
+from allranks.stepping.alike import everyones
+from allranks.stepping.same_code import digest_of
 from allranks.units import format_bytes
 from allranks.verdict import Decision
 
@@ -97,7 +99,7 @@ class OuterOptimizer:
         self.apart = False
 
     def parts(self, model: Parts, inner: Parts, stored: Collection[str] | None = None) -> Parts:
-        """What a checkpoint holds, whatever it is in the middle of.
+        """What a checkpoint holds, whatever it is in the middle of; collective where one is to be written.
 
         The model is the one that all copies last agreed on; the inner optimizers' state, and where the copies are now
         if they are apart, have a row for each copy.
@@ -108,6 +110,7 @@ class OuterOptimizer:
             stored: names in a checkpoint that is to be read; None where one is to be written.
         """
         reading = stored is not None and any(name.startswith(COPY + ".") for name in stored)
+        inner = self._completed(inner) if stored is None else inner
         found = [self._own(entry, tensor) for entry, tensor in inner]
         for name in self._anchors:
             entry = self._spread.map[name]
@@ -142,6 +145,21 @@ class OuterOptimizer:
         gone = anchor - mean
         velocity.mul_(self._momentum).add_(gone)
         anchor.sub_(gone.add_(velocity, alpha=self._momentum) if self._nesterov else velocity, alpha=self._rate)
+
+    def _completed(self, inner: Parts) -> Parts:
+        """`inner` with zeros, as it begins with, for state that other copies have and this one not: it has left out all
+        the updates that would have made it. The live optimizer stays without."""
+        names, device = [entry.name for entry, _ in inner], self._spread.device
+        digest = digest_of("\n".join(names).encode())
+        if len(set(everyones(digest, self._group, device))) == 1:
+            return inner
+        told = everyones([_tell(entry, tensor) for entry, tensor in inner], self._group, device)
+        have = {entry.name: (entry, tensor) for entry, tensor in inner}
+        for name, *rest in (part for copy in told for part in copy):
+            if name not in have:
+                have[name] = _zeros(name, *rest)
+        order = dict.fromkeys(part[0] for copy in told for part in copy)  # one for all copies
+        return [have[name] for name in order]
 
     def _own(self, entry: Entry, tensor: torch.Tensor) -> tuple[Entry, torch.Tensor]:
         holders = tuple(rank for rank in entry.holders if rank in self._of_this_copy)
@@ -205,3 +223,18 @@ def make_outer(spread: Spread, *, order: str) -> OuterOptimizer | None:
     outer = OuterOptimizer(spread)
     spread.decisions += (outer.describe(),)
     return outer
+
+
+def _tell(entry: Entry, tensor: torch.Tensor) -> tuple[object, ...]:
+    """A part as JSON, without its values."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return entry.name, entry.shape, dtype, tensor.shape, astuple(entry.box), entry.holders
+
+
+def _zeros(
+    name: str, whole: list[int], dtype: str, shape: list[int], box: tuple[Any, ...], holders: list[int]
+) -> tuple[Entry, torch.Tensor]:
+    """The part of which another copy has told so: parts of two copies are alike."""
+    offset, extent, *packed = box
+    own = Box(tuple(offset), tuple(extent), *packed)
+    return Entry(name, tuple(whole), dtype, own, tuple(holders)), torch.zeros(shape, dtype=getattr(torch, dtype))

@@ -18,6 +18,7 @@ from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import seed_all
 from allranks.digest import ledger_sum
 from allranks.parallel.gather import RanksRows
+from allranks.parallel.module_state import changed_attributes, put_attributes
 from allranks.parallel.pipeline import Payload
 from allranks.parallel.replicate import REPLICAS
 from allranks.parallel.spread import Spread
@@ -219,8 +220,9 @@ def micro_forward(spread: Spread, weight: int) -> Iterator[RanksRows]:
 def buffers_kept(spread: Spread, *, unless: bool, but: Collection[str] = ()) -> Iterator[None]:
     """Put every buffer back to its value afterwards, `unless` told otherwise: for passes that do not count.
 
-    A forward may have put another tensor in its place. What no checkpoint holds stays where it has another shape by
-    then: a table that grows with the sequences, of which an attribute may know the length.
+    A forward may have put another tensor in its place: what no checkpoint holds, a table that follows the length of the
+    sequences. An attribute beside it may say for which length it is, and goes back with it. Where none has changed,
+    somebody else knows the length: a table of another shape stays then.
 
     Args:
         but: names of buffers that stay as they are then.
@@ -228,16 +230,23 @@ def buffers_kept(spread: Spread, *, unless: bool, but: Collection[str] = ()) -> 
     buffers = (name for name, entry in spread.map.items() if entry.kind == "buffer" and name not in but)
     names = [] if unless else list(buffers)
     kept = [(*spread.tensors.place_of(name), spread.tensors[name], spread.tensors[name].clone()) for name in names]
+    tables = [(o, leaf, buffer) for o, leaf, buffer, _ in kept if leaf in o._non_persistent_buffers_set]
+    attributes = {owner: dict(vars(owner)) for owner, *_ in tables}
     try:
         yield
     finally:
+        replaced = {owner for owner, leaf, buffer in tables if owner._buffers[leaf] is not buffer}
+        changed = {owner: changed_attributes(attributes[owner], owner) for owner in replaced}
         for owner, leaf, buffer, value in kept:
             now = owner._buffers[leaf]
-            if now is not None and now.shape != value.shape and leaf in owner._non_persistent_buffers_set:
+            transient = leaf in owner._non_persistent_buffers_set and not changed.get(owner)
+            if now is not None and now.shape != value.shape and transient:
                 continue
             # Through .data: the backward that still comes may have saved the buffer, and must not find it changed.
             buffer.data.copy_(value)
             owner._buffers[leaf] = buffer
+        for owner, earlier in changed.items():
+            put_attributes(owner, earlier)
 
 
 def _must_settle(spread: Spread) -> bool:

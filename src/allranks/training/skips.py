@@ -43,6 +43,7 @@ class Skips:
         self._scaled = session.spread.precision.scales
         self._recent: deque[tuple[StepBatch, Pending]] = deque(maxlen=KEPT)
         self._row = self._searches = 0
+        self._all = True  # whether every rank has left out all steps of the row
 
     def remember(self, batch: StepBatch, before: Pending) -> None:
         """The step of `batch` begins; `before` carries its targets."""
@@ -53,21 +54,22 @@ class Skips:
         spikes = self._session.spikes
         spike = None if spikes is None else spikes.found.pop(step, None)
         if not agreed.skipped or spike is not None:
-            self._row = 0
+            self._row, self._all = 0, True
             if spike is not None:
                 self._tell(explain_spike("gradient norm", step, *spike, f"the step {LEFT_OUT}"), step)
             return None
         if agreed.skipped < agreed.num_ranks and self._session.outer is None:
             return _not_alike(agreed, step)
         self._row += 1
+        self._all = self._all and agreed.skipped == agreed.num_ranks
         limit = self._guard.nonfinite_limit + (HALVINGS if self._scaled else 0)
         ends = self._row >= limit or (self._guard.nonfinite == "stop" and not self._scaled)
         searches = not self._scaled and (ends or self._row == 1) and self._searches < SEARCHES
         found = self._search(step) if searches else None
         if ends:
-            return self._end(step, found)
+            return self._end(agreed, step, found)
         if found is not None:
-            self._tell(_skipped(step, found), step)
+            self._tell(_skipped(agreed, step, found), step)
         return None
 
     def _search(self, step: int) -> tuple[Origin, ...] | None:
@@ -79,14 +81,17 @@ class Skips:
                 return tuple(sorted(origins, key=lambda one: (ORDER.index(one.kind), one.rank)))
         return None
 
-    def _end(self, step: int, found: tuple[Origin, ...] | None) -> Verdict:
+    def _end(self, agreed: Agreed, step: int, found: tuple[Origin, ...] | None) -> Verdict:
         if self._row < 2:
-            what, why = f"the gradients of step {step} are not finite", "guard.nonfinite=stop"
+            where = "" if self._all else f" on {agreed.skipped} of {agreed.num_ranks} ranks"
+            what, why = f"the gradients of step {step} are not finite{where}", "guard.nonfinite=stop"
         else:
-            what = f"the gradients of {self._row} steps in a row, the last of them step {step}, are not finite"
+            where = "" if self._all else " on some ranks"
+            what = f"the gradients of {self._row} steps in a row, the last of them step {step}, are not finite{where}"
             why = f"guard.nonfinite_limit={self._guard.nonfinite_limit}"
         move = "train.precision=bfloat16" if self._scaled else "a lower optimizer.lr, or train.max_norm"
-        what += f": the run ends ({why}); the parameters are as before them, and saved"
+        left = "the parameters are as before them, and" if self._all else "the other copies have made them, and all is"
+        what += f": the run ends ({why}); {left} saved"
         return Verdict(KIND, what, _evidence(found), f"{_look(found)}; a resume goes on after them: take {move}")
 
 
@@ -97,8 +102,10 @@ def explain_spike(what: str, step: int, value: float, middle: float, follows: st
     return Verdict("spike", words, (), move)
 
 
-def _skipped(step: int, found: tuple[Origin, ...]) -> Verdict:
+def _skipped(agreed: Agreed, step: int, found: tuple[Origin, ...]) -> Verdict:
     what = f"step {step} changed nothing: its gradients are not finite"
+    if agreed.skipped < agreed.num_ranks:  # of copies that train by themselves
+        what = f"{agreed.skipped} of {agreed.num_ranks} ranks left step {step} out: their gradients are not finite"
     return Verdict(KIND, what, _evidence(found), f"{_look(found)}; guard.nonfinite=stop ends a run there")
 
 

@@ -269,6 +269,42 @@ def test_a_step_that_was_left_leaves_nothing(
                 assert torch.equal(found[name], value), (where, name)
 
 
+def beside(folder: str, where: str, steps: int = 3) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """In a worker: the buffers of a frozen module that counts on, before and after steps of which the second is not
+    finite, and the one that `where` tells is left once in its middle."""
+    with allranks.join(precision="float64", run=folder) as world:
+        seed_all(3)
+        model = world.parallelize(nn.Linear(6, 3))
+        frozen = world.parallelize(nn.Sequential(nn.BatchNorm1d(6), nn.Tanh()).requires_grad_(False))
+        optimizer, spread = world.optimizer(model, sgd), world._ground.models.all()[1]
+        names = [name for name, entry in spread.map.items() if entry.kind == "buffer"]
+        stream = world.stream(Samples(), global_batch=6, micro_steps=3, steps=steps)
+        found, waiting = [], {"first": 0, "last": 2}.get(where)
+        while stream.step < steps:
+            for index, batch in enumerate(stream):
+                loss = model(frozen(batch["x"])).square().sum() * (float("inf") if stream.step == 1 else 1.0)
+                world.backward(loss, targets=len(batch["x"]))
+                if stream.step == waiting and index == 1:
+                    waiting = None
+                    break
+                if world.step(optimizer):
+                    found.append({name: spread.local(name).clone() for name in names})
+        return found[0], found[1] if where == "skipped" else found[-1]
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_a_frozen_module_counts_nothing_of_a_step_that_was_left(pool: Pools, tmp_path: Path, where: str) -> None:
+    ((_, whole),) = pool(1).run(beside, str(tmp_path / "whole"), "")
+    ((_, found),) = pool(1).run(beside, str(tmp_path / "left"), where)
+    assert whole["0.num_batches_tracked"] == 6, "three micro-batches in each of two steps"
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+def test_a_frozen_module_counts_nothing_of_a_step_that_was_skipped(pool: Pools, tmp_path: Path) -> None:
+    ((before, after),) = pool(1).run(beside, str(tmp_path / "run"), "skipped", 2)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 def test_a_cut_that_depends_on_the_number_of_ranks_is_refused(pool: Pools, tmp_path: Path) -> None:
     def case() -> str:
         return refusal(lambda: with_statistics(str(tmp_path / "run"), "single", {"micro_batch": 2}))

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +15,7 @@ from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
 from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.parallel.spread import Spread
+from allranks.stepping.guards import LearntBuffers
 from allranks.stepping.passes import buffers_kept
 
 
@@ -60,6 +62,7 @@ class OwnModels:
         self._is_driven = False
         self._trained: Spread | None = None
         self._frozen: list[Spread] = []
+        self._learnt: list[LearntBuffers] = []  # of the first of them
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._was_called = False
 
@@ -198,6 +201,23 @@ class OwnModels:
             for part, training in modes:
                 part.training = training
             self.reshard()
+
+    def keep_learnt(self) -> None:
+        """A step begins: remember what forwards of frozen modules change in it; the trained one has a StepGuard."""
+        self._learnt += [LearntBuffers(spread) for spread in self._frozen[len(self._learnt) :]]
+        for learnt in self._learnt:
+            learnt.keep()
+
+    def put_back_learnt(self, skipped: torch.Tensor | None) -> None:
+        """That again, where `skipped` is 1.0. None: it is not."""
+        if skipped is not None:
+            for learnt in self._learnt:
+                learnt.put_back(skipped)
+
+    def abandon_learnt(self) -> None:
+        """That again, after a step that was not made; the next one looks anew which buffers a step changes."""
+        self.put_back_learnt(torch.ones(()))
+        self._learnt.clear()
 
     def reshard(self) -> None:
         """Drop what forwards without a backward left gathered: the next ones must see the updated parameters."""

@@ -90,6 +90,7 @@ class OwnStep:
         self.links.begin()
         self._guard = self._guard or StepGuard(self._models.trained)
         self._guard.begin()
+        self._models.keep_learnt()
         self._batch, self._more, self._started, self._steps_total = batch, more, started, steps_total
 
     def give(self, index: int) -> MicroStep:
@@ -198,6 +199,7 @@ class OwnStep:
         skipped = self._guard.judge(norm)
         lr = self._update(optimizers, skipped)
         self._guard.finish(skipped)
+        self._models.put_back_learnt(skipped)
         self.links.finish_step(self._batch.step + 1, self._steps_total)
         turn.state = "stepped"
         return self._finish(self._batch, pending, norm, lr, skipped)
@@ -230,6 +232,7 @@ class OwnStep:
             self.links.abandon(spread)
             spread.balances.forget()  # the guard does not know the counts: they are at zero after every step
             self._guard = None  # the next one looks anew which buffers a step changes: this one has changed none
+            self._models.abandon_learnt()
         if self._staged is not None:
             self._staged.forget()
         self._turn, self._batch, self.weight = None, None, 1
