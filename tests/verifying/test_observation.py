@@ -57,7 +57,11 @@ def test_dropouts_are_noted_and_let_everything_pass() -> None:
     assert not torch.equal(nn.functional.dropout(torch.ones(100), 0.5), torch.ones(100))
 
 
-def test_attention_under_a_name_of_the_programs_own_drops_nothing_and_is_noted() -> None:
+def test_attention_under_a_name_of_the_programs_own_drops_nothing_and_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What cp puts in its place stays in a process, and a Task that has torch's own by name is refused under cp.
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention)
     observer, x = look.Observer(), torch.randn(2, 1, 4, 8)
     plain = nn.functional.scaled_dot_product_attention(x, x, x)
     with observer.watching():
