@@ -37,13 +37,17 @@ def trial(folder: Path, *words: str, kills: int, check: int = 0) -> dict[str, ob
 
 
 def record(record_property: Record, document: Any) -> None:
-    """Tell how long it took from a fault to the next finished step, at most: of all, and by the point of the fault."""
+    """Tell how long it took from a fault to the next finished step, at most: of all, and by the point of the fault.
+
+    Of a fault after which the run went on there is nothing to tell.
+    """
     at = dict[str, float]()
     for incident in document["incidents"]:
         if incident["seconds"] is not None:
             at[incident["point"]] = max(at.get(incident["point"], 0.0), incident["seconds"])
-    record_property("restart_seconds", max(at.values()))
-    record_property("seconds_at", at)
+    if at:
+        record_property("restart_seconds", max(at.values()))
+        record_property("seconds_at", at)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])

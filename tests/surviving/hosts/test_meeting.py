@@ -161,6 +161,23 @@ time.sleep(100)
 """
 
 
+def test_a_host_that_was_frozen_in_a_call_does_not_take_that_for_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where all of a host's threads are stopped between the question and its answer, and go on much later."""
+    first, frozen = meet(Endpoint("127.0.0.1", free_port())), threading.Event()
+    clock = time.monotonic
+
+    def look(store: object) -> str:
+        frozen.set()
+        time.sleep(1.5)  # the first wait is over, and the answer not read
+        return "answer"
+
+    monkeypatch.setattr(
+        "allranks.surviving.hosts.meeting.time.monotonic", lambda: clock() + (60.0 if frozen.is_set() else 0.0)
+    )
+    first._call_seconds = 12.0
+    assert first._call(look) == "answer"
+
+
 def test_a_call_that_lasts_is_not_forgotten_when_a_later_one_is_answered() -> None:
     first = meet(Endpoint("127.0.0.1", free_port()))
     asked, answer = threading.Event(), threading.Event()

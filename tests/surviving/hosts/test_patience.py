@@ -56,6 +56,20 @@ def test_a_store_that_stays_away_is_lost_for_ever(now: list[float]) -> None:
         patience.call(away_until(0))
 
 
+def test_a_host_that_was_frozen_in_a_call_asks_once_more(now: list[float]) -> None:
+    patience, asked = Patience(8.0), list[float]()
+
+    def call() -> str:
+        asked.append(now[0])
+        if len(asked) == 1:
+            now[0] += 60.0
+            raise EtcdSilentError("timed out")
+        return "answer"
+
+    assert patience.call(call) == "answer" and len(asked) == 2
+    assert patience.clock() == pytest.approx(100.0), "in which nobody can have given a sign"
+
+
 def test_a_refusal_is_final_and_the_first_reason_stays(now: list[float]) -> None:
     patience = Patience(8.0)
 

@@ -30,6 +30,7 @@ GREETING_SECONDS = 10.0  # what listens has to answer as a store within this
 SLOW_SECONDS = 1.0  # without an answer: then other connections are tried
 REACH_SECONDS = 0.5  # for one of them
 GLANCE_SECONDS = 0.05
+LOOK_SECONDS = 3.0  # of a wait that count at most from one look to the next: longer, and this host itself was frozen
 Answer = TypeVar("Answer")
 LEADER = "leader"
 NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
@@ -104,15 +105,18 @@ class MeetingStore(MeetingPlace):
         """What the store answers. Every call that is made here may be made twice."""
         if self._lost is not None:
             raise StoreLostError(self._lost)
-        ends = time.monotonic() + self._call_seconds
+        looked, waited = time.monotonic(), 0.0
         calls = [_Call(function, self.store)]
         calls[0].wait(min(SLOW_SECONDS, self._call_seconds))
-        while not (calls[-1].errors or any(call.answers for call in calls)) and time.monotonic() < ends:
+        while not (calls[-1].errors or any(call.answers for call in calls)) and waited < self._call_seconds:
             if self.store is calls[-1].store:
                 self._connect_again()
             if self.store is not calls[-1].store:
                 calls.append(_Call(function, self.store))
             calls[-1].wait(GLANCE_SECONDS)
+            # A host that wakes up has not read yet what came while it was frozen: that is nobody's silence.
+            now = time.monotonic()
+            looked, waited = now, waited + min(LOOK_SECONDS, now - looked)
         self._lasting = [call for call in (*self._lasting, *calls) if call.lasts]
         for call in calls:
             if call.answers:

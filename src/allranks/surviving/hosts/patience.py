@@ -69,10 +69,12 @@ class Patience:
 
     def _note_silence(self, asked: float, error: EtcdSilentError) -> None:
         with self._lock:
+            is_first = self._away_since is None
             if self._away_since is None:
                 self._away_since = asked
             away = time.monotonic() - self._away_since
-        if away > self._seconds:
+        # One call alone may have lasted as long because this host was frozen: it is asked once more.
+        if away > self._seconds and not is_first:
             self.lose(f"no answer for {self._seconds:g} s: {error}")
 
     def _note_answer(self) -> None:
