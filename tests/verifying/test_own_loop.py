@@ -1,5 +1,6 @@
 """One process of an own loop: what is recorded of its start, its steps, its resume and its evaluation."""
 
+import threading
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,33 @@ def test_a_save_behind_which_the_data_ends_is_not_loaded(num_steps: int, num_loa
     assert record.error == "" and len(record.steps) == num_steps
     loads = [run for run in (record.resumed, record.resumed and record.resumed.resumed) if run is not None]
     assert len(loads) == num_loads and all(run.steps for run in loads)
+
+
+def test_the_next_save_waits_until_every_rank_has_loaded_the_last_one(tmp_path: Path) -> None:
+    late, found = tmp_path / "x-2-loaded-by-1", list[bool]()
+
+    def loaded(model: Any, optimizer: Any, folder: Path) -> None:
+        load(model, optimizer, folder)
+        threading.Timer(0.5, late.touch).start()
+
+    def saved(model: Any, optimizer: Any, folder: Path) -> None:
+        found.append(late.exists())
+        save(model, optimizer, folder)
+
+    program, observer = Program(build, step, DATA, save=saved, load=loaded), look.Observer()
+    with observer.watching():
+        record = OwnLoop(program, Setting(4, folder=str(tmp_path / "x")), 0, 2, True, observer).run()
+    assert record.error == "" and found == [False, True]
+
+
+def test_a_rank_that_does_not_load_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allranks.verifying.own_loop.LOADING_SECONDS", 0.1)
+    program, observer = Program(build, step, DATA, save=save, load=load), look.Observer()
+    with observer.watching():
+        record = OwnLoop(program, Setting(4, folder=str(tmp_path / "x")), 0, 2, True, observer).run()
+    assert record.error == "" and record.resumed is not None and record.resumed.resumed is not None
 
 
 def test_evaluation_and_what_is_kept() -> None:

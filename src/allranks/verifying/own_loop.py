@@ -1,6 +1,7 @@
 """One process of an own loop, run as its author wrote it and watched from outside."""
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from allranks.verifying.update_state import (
 
 SEED = 20261121
 OF_A_STEP = 1000
+LOADING_SECONDS = 30.0  # how long a rank waits at most until the others have loaded: some may have made no save
+LOOK_SECONDS = 0.01
 
 
 @final
@@ -115,6 +118,7 @@ class OwnLoop:
             self.record = RunRecord(first=saved.saved_before)
             self._build()
             program.load(self._model, self._optimizer, Path(setting.folder))
+            self._loaded(self.rank).touch()
             self.record.start = self._start()
             self._train(saves)
             saved.resumed = self.record
@@ -167,6 +171,8 @@ class OwnLoop:
         steps = iter(program.steps(self.rank, self.size, first))
         for index in range(first, setting.num_steps):
             if index > first and index in saves and program.save is not None and not self.record.saved_before:
+                if first:
+                    self._await_loads()
                 program.save(self._model, self._optimizer, Path(setting.folder))
                 self.record.saved_before = index
             self.observer.feed([])  # what makes a batch draws for no sample that is in work
@@ -187,6 +193,19 @@ class OwnLoop:
             self._after_update()
             self.record.steps.append(self._step)
         self.record.repeated_epochs = list(self.observer.loaders.repeated)
+
+    def _loaded(self, rank: int) -> Path:
+        """What exists once a rank has loaded the save with which this record begins; beside the program's own folder."""
+        return Path(f"{self.setting.folder}-{self.record.first}-loaded-by-{rank}")
+
+    def _await_loads(self) -> None:
+        """The next save is in place of the one that others may still read: in a real run a restart lies between them.
+
+        By files, because a collective that the program does not have could put right what is wrong with it.
+        """
+        ends = time.monotonic() + LOADING_SECONDS
+        while time.monotonic() < ends and not all(self._loaded(rank).exists() for rank in range(self.size)):
+            time.sleep(LOOK_SECONDS)
 
     def _noting_given(self) -> AbstractContextManager[None]:
         modules = look.modules_of(self._model)
