@@ -195,7 +195,7 @@ class OwnLoop:
         self.record.repeated_epochs = list(self.observer.loaders.repeated)
 
     def _loaded(self, rank: int) -> Path:
-        """What exists once a rank has loaded the save with which this record begins; beside the program's own folder."""
+        """What exists once a rank has loaded the save with which this record begins; beside the folder of saves."""
         return Path(f"{self.setting.folder}-{self.record.first}-loaded-by-{rank}")
 
     def _await_loads(self) -> None:
