@@ -39,6 +39,7 @@ def command(kind: str, text: str) -> list[str] | None:
 
 @pytest.mark.full
 @pytest.mark.distributed
+@pytest.mark.timeout(900)  # a page has up to ten commands that train
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page(page: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((ROOT / "docs" / page).read_text())
