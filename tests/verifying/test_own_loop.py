@@ -105,16 +105,6 @@ def test_the_next_save_waits_until_every_rank_has_loaded_the_last_one(tmp_path: 
     assert record.error == "" and found == [False, True]
 
 
-def test_a_rank_that_does_not_load_is_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("allranks.verifying.own_loop.LOADING_SECONDS", 0.1)
-    program, observer = Program(build, step, DATA, save=save, load=load), look.Observer()
-    with observer.watching():
-        record = OwnLoop(program, Setting(4, folder=str(tmp_path / "x")), 0, 2, True, observer).run()
-    assert record.error == "" and record.resumed is not None and record.resumed.resumed is not None
-
-
 def test_evaluation_and_what_is_kept() -> None:
     program = Program(
         build,

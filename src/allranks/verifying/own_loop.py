@@ -1,7 +1,6 @@
 """One process of an own loop, run as its author wrote it and watched from outside."""
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from allranks.users_code import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.given import is_sharded_over_all, noting_given
+from allranks.verifying.loaded import await_loaded, note_loaded
 from allranks.verifying.program import Program, cast_floats, in_order, order_of, shuffled
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord, saves_of
 from allranks.verifying.update_state import (
@@ -29,8 +29,6 @@ from allranks.verifying.update_state import (
 
 SEED = 20261121
 OF_A_STEP = 1000
-LOADING_SECONDS = 30.0  # how long a rank waits at most until the others have loaded: some may have made no save
-LOOK_SECONDS = 0.01
 
 
 @final
@@ -118,7 +116,7 @@ class OwnLoop:
             self.record = RunRecord(first=saved.saved_before)
             self._build()
             program.load(self._model, self._optimizer, Path(setting.folder))
-            self._loaded(self.rank).touch()
+            note_loaded(setting.folder, self.record.first, self.rank)
             self.record.start = self._start()
             self._train(saves)
             saved.resumed = self.record
@@ -172,7 +170,7 @@ class OwnLoop:
         for index in range(first, setting.num_steps):
             if index > first and index in saves and program.save is not None and not self.record.saved_before:
                 if first:
-                    self._await_loads()
+                    await_loaded(setting.folder, first, self.size)
                 program.save(self._model, self._optimizer, Path(setting.folder))
                 self.record.saved_before = index
             self.observer.feed([])  # what makes a batch draws for no sample that is in work
@@ -193,19 +191,6 @@ class OwnLoop:
             self._after_update()
             self.record.steps.append(self._step)
         self.record.repeated_epochs = list(self.observer.loaders.repeated)
-
-    def _loaded(self, rank: int) -> Path:
-        """What exists once a rank has loaded the save with which this record begins; beside the folder of saves."""
-        return Path(f"{self.setting.folder}-{self.record.first}-loaded-by-{rank}")
-
-    def _await_loads(self) -> None:
-        """The next save is in place of the one that others may still read: in a real run a restart lies between them.
-
-        By files, because a collective that the program does not have could put right what is wrong with it.
-        """
-        ends = time.monotonic() + LOADING_SECONDS
-        while time.monotonic() < ends and not all(self._loaded(rank).exists() for rank in range(self.size)):
-            time.sleep(LOOK_SECONDS)
 
     def _noting_given(self) -> AbstractContextManager[None]:
         modules = look.modules_of(self._model)
