@@ -53,9 +53,12 @@ def test_closed_streams_lead_nowhere_and_no_file_gets_their_numbers(tmp_path: Pa
     assert int((tmp_path / "kept").read_text().removeprefix("done ")) > 2
 
 
-def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_ends_nothing(tmp_path: Path, unbuffered: str) -> None:
+    """Whether Python keeps what the disk does not take, to write it at its end, or not."""
     with open("/dev/full", "w") as full:
-        assert run(tmp_path / "kept", stdout=full, stderr=full) == 7
+        environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        assert run(tmp_path / "kept", stdout=full, stderr=full, env=environment) == 7
     assert (tmp_path / "kept").exists()
 
 
