@@ -106,10 +106,12 @@ def test_a_damaged_copy_is_passed_over_loudly(tmp_path: Path, whole: dict[str, s
             wait_for_copy(run, 17, command)
             newest, saved = kill(run, command)
         flip_a_byte(newest)
+        # A kill between a copy's commit and the removal of the one before it leaves both: the older is whole.
+        older = [(one.name, "memory") for one in list_checkpoints(memory_of(run))[1:]]
         ran = allranks("train", "--resume", "run", "task.pause=0", "--change", "task.pause", folder=tmp_path)
         assert not memory_of(run).exists()
     (resumed,) = events(run, "resume")
-    assert (resumed["path"], resumed["tier"]) == (saved, "disk")
+    assert (resumed["path"], resumed["tier"]) == next(iter(older), (saved, "disk"))
     assert f"passed over a newer checkpoint: {newest}" in ran.stdout + ran.stderr
     assert tensor_digests(run, 40) == whole
 
