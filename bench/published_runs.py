@@ -103,9 +103,11 @@ def shape_of(row: Row) -> ModelShape | None:
     model = row["model"]
     if not all(model.get(key) for key in ("layers", "hidden", "heads")):
         return None
-    hidden = model["hidden"]
-    gpt = model["arch"] == "gpt" and not model.get("gated")
-    gated = bool(model.get("gated")) or model["arch"] not in ("gpt", "nemotron", "nemotron-h")
+    hidden, encoder = model["hidden"], model["arch"] == "bert"
+    gpt = (model["arch"] == "gpt" or encoder) and not model.get("gated")
+    gated = model.get("gated")
+    if gated is None:
+        gated = model["arch"] not in ("gpt", "bert", "nemotron", "nemotron-h")
     dropout = gpt and mechanisms_of(row).attention_dropout
     given: dict[str, Any] = {}
     if model.get("experts"):
@@ -124,10 +126,11 @@ def shape_of(row: Row) -> ModelShape | None:
         name=model["name"], layers=model["layers"], hidden=hidden, heads=model["heads"],
         kv_heads=0 if model.get("kv_lora") else model.get("kv_heads") or 0,
         ffn=model.get("ffn") or given.get("expert_ffn") or 4 * hidden,
-        vocab=-(-(model.get("vocab") or 51200) // 128) * 128, seq=model["seq_len"], gated=gated,
+        vocab=-(-(model.get("vocab") or 51200) // 128) * 128, seq=model["seq_len"], gated=bool(gated),
         head_dim=model.get("head_dim") or 0,
         positions="learned" if gpt and "alibi" not in str(model.get("pos")) else "none" if gpt else "rotary",
-        tied=gpt, bias=gpt, dropout=dropout, **given,
+        tied=gpt if model.get("tied") is None else bool(model["tied"]), bias=gpt, dropout=dropout,
+        causal=not encoder if model.get("causal") is None else bool(model["causal"]), **given,
     )  # fmt: skip
 
 
@@ -181,19 +184,28 @@ def setting_of(row: Row) -> Setting | None:
     how = mechanisms_of(row)
     if precision_of(row) == "float32":  # no copies in another type: weights, gradients and two averages
         how = replace(how, **FLOAT32)
+    moved = float(parallel.get("activation_offload") or 0.0)
+    if moved:
+        how = replace(how, offloaded_share=min(1.0, moved))
     keeps = "torchtitan" in row["framework"] and zero == 3 and pp > 1
     if keeps:  # its pipelines gather once a step, and reduce once
         how = replace(how, reduces_every_micro_step=False)
-    group = parallel.get("fsdp") or dp * cp  # a source's copies shard among themselves (HSDP)
-    shard = group if zero == 3 and (dp * cp) % group == 0 else dp * cp if zero else 1
+    # A source's copies may shard among themselves (HSDP), or the optimizer alone within groups.
+    group = (parallel.get("fsdp") if zero == 3 else parallel.get("zero_group")) or dp * cp
+    shard = group if zero and (dp * cp) % group == 0 else dp * cp if zero else 1
     said = f"{row['framework']} {row.get('notes')} {parallel.get('cp_kind')}".lower()
     return Setting(
         global_batch=parallel["gbs"], micro_batch=micro_batch_of(row), dp=dp, tp=parallel["tp"], cp=cp, pp=pp,
         ep=parallel.get("ep") or 1, shard=shard, zero=zero, chunks=chunks_of(row), ring="ulysses" not in said,
         schedule="interleaved" if schedule.startswith("interleaved") else schedule.split("(", maxsplit=1)[0],
         recompute=recompute_of(row), precision=precision_of(row), frozen=row.get("task") == "lora",
-        keeps_gathered=keeps, mechanisms=how,
+        keeps_gathered=keeps, offload=_offload_of(parallel), mechanisms=how,
     )  # fmt: skip
+
+
+def _offload_of(parallel: Mapping[str, Any]) -> str:
+    activations, parameters = bool(parallel.get("activation_offload")), bool(parallel.get("cpu_offload"))
+    return "all" if activations and parameters else "activations" if activations else "parameters" if parameters else "none"
 
 
 def recompute_of(row: Row) -> Recompute:
@@ -215,7 +227,23 @@ def profile_of(row: Row) -> ModelProfile | None:
         return None
     setting = setting_of(row)
     fused = setting is not None and setting.mechanisms.fusion < 1
-    return _profile(shape, row["model"]["seq_len"], precision_of(row), fused)
+    whole = _profile(shape, row["model"]["seq_len"], precision_of(row), fused)
+    told = row.get("derived", {}).get("vocab_head_on_fraction_of_positions")
+    return whole if told is None or told == 1 else _with_fewer_logits(whole, float(told))
+
+
+def _with_fewer_logits(profile: ModelProfile, share: float) -> ModelProfile:
+    """With an output layer that sees a share of the positions: an encoder's masked ones."""
+    head = profile.blocks[-1]
+    scaled = [
+        replace(
+            one, flops=one.flops * share, moved_bytes=one.moved_bytes * share, saved_bytes=one.saved_bytes * share,
+            output_bytes=one.output_bytes * share, shape=tuple([one.shape[0] * share, *one.shape[1:]] if one.shape else ()),
+        )
+        if one.cut == "vocab" else one
+        for one in head.operations
+    ]  # fmt: skip
+    return replace(profile, blocks=(*profile.blocks[:-1], replace(head, operations=tuple(scaled))))
 
 
 def run_of(row: Row) -> tuple[ModelProfile, Cluster, Setting] | None:
