@@ -23,7 +23,7 @@ DEEPSPEED = Mechanisms(
 CORE = Mechanisms(
     name="Megatron-Core", fusion=0.6, weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, gather_bytes=2,
     reduce_bytes=4, overlap_data=0.9, overlap_tensor=0.0, overlap_pipeline=0.7, sequence_parallel=True,
-    dispatch_seconds=6e-6, logits_copies=1.5, scattered_sends=True, selective="attention", attention="vendor",
+    dispatch_seconds=1.5e-5, logits_copies=1.5, scattered_sends=True, selective="attention", attention="vendor",
     accumulate_bytes=8, temporary_gradient_bytes=4, pipeline_outputs=False,
 )  # fmt: skip
 FLAGS = replace(CORE, overlap_tensor=0.6, accumulate_bytes=0)  # --tp-comm-overlap, gradient_accumulation_fusion
@@ -68,7 +68,8 @@ BEFORE_FLASH = ("V100", "A100", "A800")
 """GPU generations on which Megatron-LM, NeMo and DeepSpeed trained GPTs before they had FlashAttention (2022)."""
 NO_FLASH = re.compile(r"\b(no|without) flash")
 LOW_STATES = re.compile(
-    r"(param|weight|gradient|state|optim|adam|momen)[^.;]*\b(kept|held|stored)?\s*in bf16|pure bf16|bf16 \(param"
+    r"(param|weight|gradient|state|optim|adam|momen)[^.;]*\b(kept|held|stored)?\s*in bf16|bf16 \(param"
+    r"|pure (bf16|fp16)|(bf16|fp16) \(weights, pure|torch_dtype b?float16"
 )
 """In a source's words: no float32 copy of anything."""
 
@@ -89,7 +90,15 @@ def mechanisms_of(row: Mapping[str, Any]) -> Mechanisms:
         how = replace(how, fused_attention=False, attention_dropout=row["model"]["arch"] in ("gpt", "bert"))
     if LOW_STATES.search(text):
         how = replace(how, weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, temporary_gradient_bytes=2)
-    return how
+    return _with_frozen_base(how, text) if row.get("task") == "lora" else how
+
+
+def _with_frozen_base(how: Mechanisms, text: str) -> Mechanisms:
+    """Of what adapters are added to nothing learns: it stands in 16 bits, or in four with a scale for every 64."""
+    if "autocast" in text or "fp32 master" in text:
+        return how
+    held = 0.5 + 4 / 64 if re.search(r"\b(nf4|qlora|4[- ]bit)\b", text) else 2.0
+    return replace(how, weight_bytes=held, gather_bytes=min(held, how.gather_bytes))
 
 
 def _of_framework(row: Mapping[str, Any]) -> Mechanisms:

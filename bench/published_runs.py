@@ -303,6 +303,8 @@ def memory_of(row: Row, cost: Cost) -> tuple[float | None, float]:
 def rows_of(document: Mapping[str, Any]) -> Iterator[Row]:
     """Every row of a file; the single-node table's too, written out as rows."""
     yield from document["rows"]
+    if "rows" in document.get("memory_only", {}):  # of the same kind, without a time
+        yield from document["memory_only"]["rows"]
     table = document.get("single_node_a100")
     if not table:
         return

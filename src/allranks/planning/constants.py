@@ -98,7 +98,7 @@ def constants_of(device: Device) -> Constants:
     if peak and measured and device.measured:
         known = replace(known, matmul=min(1.0, measured / peak))
     elif peak and measured and not family:
-        share = TRAINED * min(1.0, measured / peak)
+        share = min(1.0, TRAINED * measured / peak)
         more = share / known.matmul
         known = replace(
             known, matmul=share, attention=known.attention * more, flash1=known.flash1 * more,
