@@ -9,18 +9,16 @@ from functools import cache
 from typing import Any
 
 from frameworks import mechanisms_of
+from published_models import Row, is_tf32, precision_of, profile_of
 
 from allranks.cluster import Cluster, Device, Link
 from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
-from allranks.model_shape import ModelShape
 from allranks.planning.assembly import find_fabric
 from allranks.planning.catalog import find_device, find_link, tidy
 from allranks.planning.estimate import Cost, estimate_setting
 from allranks.planning.setting import Recompute, Setting
-from allranks.shape_operations import Program
 
-Row = Mapping[str, Any]
 GIB = float(2**30)
 
 OMNI_PATH = 0.6  # it has no GPUDirect: what devices send passes through the host, twice over the same PCIe lanes
@@ -93,62 +91,6 @@ def cluster_of(row: Row) -> Cluster:
     )  # fmt: skip
 
 
-@cache
-def _profile(shape: ModelShape, seq: int, precision: str, fused: bool) -> ModelProfile:
-    return shape.profile(seq, precision, Program(fused=fused))
-
-
-def shape_of(row: Row) -> ModelShape | None:
-    """The row's model, its vocabulary padded as all these frameworks pad it; None where the row leaves sizes open."""
-    model = row["model"]
-    if not all(model.get(key) for key in ("layers", "hidden", "heads")):
-        return None
-    hidden, encoder = model["hidden"], model["arch"] == "bert"
-    gpt = (model["arch"] == "gpt" or encoder) and not model.get("gated")
-    gated = model.get("gated")
-    if gated is None:
-        gated = model["arch"] not in ("gpt", "bert", "nemotron", "nemotron-h")
-    dropout = gpt and mechanisms_of(row).attention_dropout
-    given: dict[str, Any] = {}
-    if model.get("experts"):
-        given = {
-            "experts": model["experts"], "top_k": model["top_k"],
-            "expert_ffn": model.get("moe_ffn") or model.get("ffn") or 0,
-            "shared_ffn": model.get("shared_ffn") or (model.get("shared_experts") or 0) * (model.get("moe_ffn") or 0),
-            "dense_layers": model.get("dense_layers") or 0, "every": model.get("moe_every") or 1,
-        }  # fmt: skip
-    if model.get("kv_lora"):
-        given |= {
-            "query_rank": model.get("q_lora") or 0, "kv_rank": model["kv_lora"], "query_dim": model["qk_head_dim"],
-            "rope_dim": model["qk_rope"], "value_dim": model["v_head_dim"],
-        }  # fmt: skip
-    return ModelShape(
-        name=model["name"], layers=model["layers"], hidden=hidden, heads=model["heads"],
-        kv_heads=0 if model.get("kv_lora") else model.get("kv_heads") or 0,
-        ffn=model.get("ffn") or given.get("expert_ffn") or 4 * hidden,
-        vocab=-(-(model.get("vocab") or 51200) // 128) * 128, seq=model["seq_len"], gated=bool(gated),
-        head_dim=model.get("head_dim") or 0,
-        positions="learned" if gpt and "alibi" not in str(model.get("pos")) else "none" if gpt else "rotary",
-        tied=gpt if model.get("tied") is None else bool(model["tied"]), bias=gpt, dropout=dropout,
-        causal=not encoder if model.get("causal") is None else bool(model["causal"]), **given,
-    )  # fmt: skip
-
-
-def precision_of(row: Row) -> str:
-    """As `train.precision`."""
-    text = row["precision"].lower()
-    if "fp4" in text:
-        return "float4"
-    if "fp8" in text or "float8" in text:
-        return "float8"
-    return "float32" if text.startswith(("fp32", "float32", "single")) or is_tf32(row) else "bfloat16"
-
-
-def is_tf32(row: Row) -> bool:
-    """Whether products of float32 numbers run in TF32."""
-    return str(row["precision"]).lower().startswith(("tf32", "tensorfloat32", "fp32 (tf32", "fp32+tf32"))
-
-
 def chunks_of(row: Row) -> int:
     """Virtual stages; "one layer per chunk" is as many as a stage has layers."""
     pp: int = row["parallel"]["pp"]
@@ -205,7 +147,15 @@ def setting_of(row: Row) -> Setting | None:
 
 def _offload_of(parallel: Mapping[str, Any]) -> str:
     activations, parameters = bool(parallel.get("activation_offload")), bool(parallel.get("cpu_offload"))
-    return "all" if activations and parameters else "activations" if activations else "parameters" if parameters else "none"
+    return (
+        "all"
+        if activations and parameters
+        else "activations"
+        if activations
+        else "parameters"
+        if parameters
+        else "none"
+    )
 
 
 def recompute_of(row: Row) -> Recompute:
@@ -218,32 +168,6 @@ def states_recompute(row: Row) -> bool:
     """Whether the source says what is computed again."""
     given = row.get("recompute")
     return isinstance(given, bool) or (bool(given) and "recipe" not in str(given))
-
-
-def profile_of(row: Row) -> ModelProfile | None:
-    """The row's model for its samples."""
-    shape = shape_of(row)
-    if shape is None:
-        return None
-    setting = setting_of(row)
-    fused = setting is not None and setting.mechanisms.fusion < 1
-    whole = _profile(shape, row["model"]["seq_len"], precision_of(row), fused)
-    told = row.get("derived", {}).get("vocab_head_on_fraction_of_positions")
-    return whole if told is None or told == 1 else _with_fewer_logits(whole, float(told))
-
-
-def _with_fewer_logits(profile: ModelProfile, share: float) -> ModelProfile:
-    """With an output layer that sees a share of the positions: an encoder's masked ones."""
-    head = profile.blocks[-1]
-    scaled = [
-        replace(
-            one, flops=one.flops * share, moved_bytes=one.moved_bytes * share, saved_bytes=one.saved_bytes * share,
-            output_bytes=one.output_bytes * share, shape=tuple([one.shape[0] * share, *one.shape[1:]] if one.shape else ()),
-        )
-        if one.cut == "vocab" else one
-        for one in head.operations
-    ]  # fmt: skip
-    return replace(profile, blocks=(*profile.blocks[:-1], replace(head, operations=tuple(scaled))))
 
 
 def run_of(row: Row) -> tuple[ModelProfile, Cluster, Setting] | None:

@@ -14,8 +14,8 @@ from allranks.cluster import Device
 
 FILE = Path(__file__).parent / "data" / "constants.json"
 TRAINED = 0.9
-"""Of the best product that somebody measured on a device, what products reach while it trains: the V100's and the A100's
-fitted shares (0.93, 0.905 of their best)."""
+"""Of the best product that somebody measured on a device, what products reach while it trains: the fitted shares of the
+V100 and the A100 are 0.93 and 0.905 of their best."""
 FOUND_AT = 8192
 """Positions of the runs that the A100's `flash2` was found with."""
 AttentionKernel = Literal["vendor", "flash1", "flash2"]
