@@ -249,6 +249,60 @@ def test_frameworks_are_read_by_their_years_and_words(tmp_path: Path) -> None:
     assert wide["interval_width"] > 1.2 * known["interval_width"]
 
 
+def test_models_and_modes_are_read_as_their_sources_say_them(tmp_path: Path) -> None:
+    """Encoders, words about FlashAttention, compiled losses by year, cut experts, offload, groups, frozen bases."""
+    here = {"gpu": "A100-80GB-SXM", "n_gpus": 8, "gpus_per_node": 8}
+    alone = {"dp": 8, "tp": 1, "pp": 1, "cp": 1, "zero": 3, "gbs": 64, "mbs": 8, "fsdp": None}
+    sizes = {"heads": 32, "kv_heads": 32, "layers": 4, "hidden": 4096, "ffn": 11008, "seq_len": 2048, "vocab": 128256}
+    llama = {**sizes, "arch": "llama", "gated": True}
+    gpt = {**sizes, "arch": "gpt", "gated": False}
+    sparse = {**llama, "arch": "moe", "experts": 8, "top_k": 2}
+    one: dict[str, Any] = {"hardware": here, "parallel": alone, "precision": "bf16", "recompute": "none", "notes": ""}
+    new = {**one, "model": llama, "framework": "torchtitan"}
+    megatron = {**one, "framework": "Megatron-LM", "parallel": {**alone, "zero": 1}}
+    tensor = {**alone, "dp": 2, "tp": 4, "gbs": 16, "ep": 2}
+    rows = [
+        changed("decoder", **{**megatron, "model": gpt}),
+        changed("encoder", **{**megatron, "model": {**gpt, "arch": "bert"}}),
+        changed("masked", **{**megatron, "model": {**gpt, "arch": "bert"}}),
+        changed("flash", **{**megatron, "model": gpt, "notes": "FlashAttention"}),
+        changed("no-flash", **{**new, "notes": "without FlashAttention"}),
+        changed("plain", **new),
+        changed("compiled", **{**new, "notes": "torch.compile"}),
+        changed("compiled-then", **{**new, "notes": "torch.compile", "where": "of 2024-12"}),
+        changed("experts", **{**new, "model": sparse, "parallel": tensor}),
+        changed("cut-experts", **{**new, "model": sparse, "parallel": {**tensor, "etp": 4}}),
+        changed("offloaded", **{**new, "parallel": {**alone, "activation_offload": 0.5}}),
+        changed("on-host", **{**new, "parallel": {**alone, "cpu_offload": True}}),
+        changed("in-groups", **{**megatron, "model": llama, "parallel": {**alone, "zero": 1, "zero_group": 2}}),
+        changed("in-one", **{**megatron, "model": llama}),
+        changed("adapters", **{**new, "task": "lora"}),
+        changed("adapters-in-4", **{**new, "task": "lora", "precision": "nf4 base, bf16 compute"}),
+    ]
+    rows[2]["derived"] = {"vocab_head_on_fraction_of_positions": 0.15}
+    lines = [line.split() for line in judged(tmp_path, rows, "--rows").splitlines()]
+    found = {line[0]: line for line in lines if line[0] in {row["id"] for row in rows}}
+    assert set(found) == {row["id"] for row in rows}
+    seconds = {name: float(line[2]) for name, line in found.items()}
+    gib = {name: float(line[6]) for name, line in found.items()}
+    assert seconds["masked"] < seconds["encoder"] and seconds["encoder"] == pytest.approx(seconds["decoder"], rel=0.02)
+    assert gib["flash"] < 0.7 * gib["decoder"] and gib["no-flash"] > 1.15 * gib["plain"]
+    assert gib["compiled"] < gib["compiled-then"] and seconds["compiled"] < seconds["plain"]
+    assert gib["cut-experts"] < 0.6 * gib["experts"]
+    assert gib["offloaded"] < gib["plain"] and gib["on-host"] < gib["plain"]
+    assert gib["in-one"] < gib["in-groups"]
+    assert gib["adapters-in-4"] < gib["adapters"] < gib["plain"]
+
+
+def test_rows_without_a_time_are_judged_by_memory_and_fit(tmp_path: Path) -> None:
+    timed, untimed = changed("timed"), changed("untimed", metrics={"step_time_s": None, "mem_gb_peak": 50.0})
+    out = changed("out", metrics={"step_time_s": None, "oom": True}, parallel={"mbs": 512})
+    file = tmp_path / "runs.json"
+    file.write_text(json.dumps({"rows": [timed], "memory_only": {"rows": [untimed, out]}}))
+    said = json.loads(bench("plan_accuracy", str(file), "--json"))["all"]
+    assert (said["rows"], said["memory_rows"], said["out_of_memory"]) == (3, 1, 1)
+
+
 def test_the_constants_are_what_the_fit_finds(tmp_path: Path) -> None:
     """Of one family, from a start that is off by a fifth: coordinate search ends near the least, not in it."""
     stored = json.loads(FILE.read_text())
