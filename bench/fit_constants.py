@@ -17,7 +17,8 @@ from typing import Any
 from calibration_rows import DATA, is_calibration
 from frameworks import mechanisms_of
 from judged import Judged, judge
-from published_runs import Row, device_name, precision_of, rows_of
+from published_models import Row, precision_of
+from published_runs import device_name, rows_of
 
 from allranks.planning import block_parts, constants
 

@@ -23,7 +23,7 @@ DEEPSPEED = Mechanisms(
 CORE = Mechanisms(
     name="Megatron-Core", fusion=0.6, weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, gather_bytes=2,
     reduce_bytes=4, overlap_data=0.9, overlap_tensor=0.0, overlap_pipeline=0.7, sequence_parallel=True,
-    dispatch_seconds=6e-6, logits_copies=1.5, scattered_sends=True, selective="attention", attention="vendor",
+    dispatch_seconds=1.5e-5, logits_copies=1.5, scattered_sends=True, selective="attention", attention="vendor",
     accumulate_bytes=8, temporary_gradient_bytes=4, pipeline_outputs=False,
 )  # fmt: skip
 FLAGS = replace(CORE, overlap_tensor=0.6, accumulate_bytes=0)  # --tp-comm-overlap, gradient_accumulation_fusion
@@ -46,6 +46,7 @@ ZERO = Mechanisms(
 LATER_ZERO = replace(
     ZERO, fused_attention=True, attention_dropout=False, fusion=1.0, overlap_data=0.9, messages=1, bucket_bytes=0.0,
     logits_copies=3.0,
+    dispatch_seconds=1.5e-4,
 )  # fmt: skip
 LATER_DEEPSPEED = replace(
     DEEPSPEED, fused_attention=True, attention_dropout=False, fusion=1.0, overlap_data=0.5, dispatch_seconds=8e-6,
@@ -65,8 +66,10 @@ NORM_BY_HAND = re.compile(rf"{'|'.join(ADAPTED)}|(rms)?norm not fused|unfused (r
 """Where RMSNorm is transformers' own module, or the source says that it is not one kernel."""
 BEFORE_FLASH = ("V100", "A100", "A800")
 """GPU generations on which Megatron-LM, NeMo and DeepSpeed trained GPTs before they had FlashAttention (2022)."""
+NO_FLASH = re.compile(r"\b(no|without) flash")
 LOW_STATES = re.compile(
-    r"(param|weight|gradient|state|optim|adam|momen)[^.;]*\b(kept|held|stored)?\s*in bf16|pure bf16|bf16 \(param"
+    r"(param|weight|gradient|state|optim|adam|momen)[^.;]*\b(kept|held|stored)?\s*in bf16|bf16 \(param"
+    r"|pure (bf16|fp16)|(bf16|fp16) \(weights, pure|torch_dtype b?float16"
 )
 """In a source's words: no float32 copy of anything."""
 
@@ -81,9 +84,21 @@ def mechanisms_of(row: Mapping[str, Any]) -> Mechanisms:
         and NORM_BY_HAND.search(f"{row['framework']} {text}".lower())
     ):
         how = replace(how, norm_passes=9.0)
+    if (row["parallel"].get("etp") or 1) > 1:
+        how = replace(how, tensor_in_experts=True)
+    if NO_FLASH.search(text):
+        how = replace(how, fused_attention=False, attention_dropout=row["model"]["arch"] in ("gpt", "bert"))
     if LOW_STATES.search(text):
         how = replace(how, weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, temporary_gradient_bytes=2)
-    return how
+    return _with_frozen_base(how, text) if row.get("task") == "lora" else how
+
+
+def _with_frozen_base(how: Mechanisms, text: str) -> Mechanisms:
+    """Of what adapters are added to nothing learns: it stands in 16 bits, or in four with a scale for every 64."""
+    if "autocast" in text or "fp32 master" in text:
+        return how
+    held = 0.5 + 4 / 64 if re.search(r"\b(nf4|qlora|4[- ]bit)\b", text) else 2.0
+    return replace(how, weight_bytes=held, gather_bytes=min(held, how.gather_bytes))
 
 
 def _of_framework(row: Mapping[str, Any]) -> Mechanisms:
@@ -114,9 +129,14 @@ def _of_framework(row: Mapping[str, Any]) -> Mechanisms:
 
 
 def _is_early(row: Mapping[str, Any]) -> bool:
-    """Whether it is a GPT of the years in which attention wrote its scores."""
-    gpt = row["model"]["arch"] == "gpt" and not row["model"].get("gated")
-    return gpt and str(row["hardware"]["gpu"]).startswith(BEFORE_FLASH)
+    """Whether its attention wrote its scores: as its source says, else a GPT of the years before FlashAttention."""
+    text = f"{row['framework']}; {row.get('notes')}".lower()
+    if NO_FLASH.search(text):
+        return True
+    if "flash" in text or "megatron-core" in text:
+        return False
+    old = row["model"]["arch"] in ("gpt", "bert") and not row["model"].get("gated")
+    return old and str(row["hardware"]["gpu"]).startswith(BEFORE_FLASH)
 
 
 def _on_its_device(how: Mechanisms, row: Mapping[str, Any]) -> Mechanisms:
@@ -127,9 +147,15 @@ def _on_its_device(how: Mechanisms, row: Mapping[str, Any]) -> Mechanisms:
 
 def _torch(row: Mapping[str, Any]) -> Mechanisms:
     notes = str(row.get("notes"))
-    fusion, hidden = 0.6 if "torch.compile" in notes else 1.0, 0.5 if "async TP" in notes else 0.0
+    compiled = "torch.compile" in f"{row['framework']} {notes}"
+    hidden = 0.5 if "async TP" in notes else 0.0
     # enable_loss_parallel is its default
-    return replace(TITAN, fusion=fusion, overlap_tensor=hidden, cut_logits_copies=TENSOR_COPIES)
+    how = replace(TITAN, overlap_tensor=hidden, cut_logits_copies=TENSOR_COPIES)
+    if not compiled:
+        return how
+    # From 2025 on it compiles the loss, too: its float32 logits are never written.
+    whole = "titan" in str(row["framework"]) and not re.search(r"202[34]", f"{row['source']} {row.get('where')}")
+    return replace(how, fusion=0.6, logits_copies=1.0 if whole else how.logits_copies)
 
 
 def _deepspeed(row: Mapping[str, Any]) -> Mechanisms:

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from published_runs import Row, memory_of, run_of
+from published_models import Row
+from published_runs import memory_of, run_of
 from row_faults import fault_of
 
 from allranks.errors import ConfigError

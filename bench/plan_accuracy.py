@@ -22,7 +22,8 @@ from typing import Any
 
 from calibration_rows import DATA, FITTED, is_calibration
 from judged import Judged, Skipped, judge_all
-from published_runs import Row, precision_of, rows_of, states_recompute
+from published_models import Row, precision_of
+from published_runs import rows_of, states_recompute
 from rivals import CHOOSERS, compare_choosers, regrets_of
 
 GIB = float(2**30)

@@ -9,18 +9,16 @@ from functools import cache
 from typing import Any
 
 from frameworks import mechanisms_of
+from published_models import Row, is_tf32, precision_of, profile_of
 
 from allranks.cluster import Cluster, Device, Link
 from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
-from allranks.model_shape import ModelShape
 from allranks.planning.assembly import find_fabric
 from allranks.planning.catalog import find_device, find_link, tidy
 from allranks.planning.estimate import Cost, estimate_setting
 from allranks.planning.setting import Recompute, Setting
-from allranks.shape_operations import Program
 
-Row = Mapping[str, Any]
 GIB = float(2**30)
 
 OMNI_PATH = 0.6  # it has no GPUDirect: what devices send passes through the host, twice over the same PCIe lanes
@@ -93,59 +91,6 @@ def cluster_of(row: Row) -> Cluster:
     )  # fmt: skip
 
 
-@cache
-def _profile(shape: ModelShape, seq: int, precision: str, fused: bool) -> ModelProfile:
-    return shape.profile(seq, precision, Program(fused=fused))
-
-
-def shape_of(row: Row) -> ModelShape | None:
-    """The row's model, its vocabulary padded as all these frameworks pad it; None where the row leaves sizes open."""
-    model = row["model"]
-    if not all(model.get(key) for key in ("layers", "hidden", "heads")):
-        return None
-    hidden = model["hidden"]
-    gpt = model["arch"] == "gpt" and not model.get("gated")
-    gated = bool(model.get("gated")) or model["arch"] not in ("gpt", "nemotron", "nemotron-h")
-    dropout = gpt and mechanisms_of(row).attention_dropout
-    given: dict[str, Any] = {}
-    if model.get("experts"):
-        given = {
-            "experts": model["experts"], "top_k": model["top_k"],
-            "expert_ffn": model.get("moe_ffn") or model.get("ffn") or 0,
-            "shared_ffn": model.get("shared_ffn") or (model.get("shared_experts") or 0) * (model.get("moe_ffn") or 0),
-            "dense_layers": model.get("dense_layers") or 0, "every": model.get("moe_every") or 1,
-        }  # fmt: skip
-    if model.get("kv_lora"):
-        given |= {
-            "query_rank": model.get("q_lora") or 0, "kv_rank": model["kv_lora"], "query_dim": model["qk_head_dim"],
-            "rope_dim": model["qk_rope"], "value_dim": model["v_head_dim"],
-        }  # fmt: skip
-    return ModelShape(
-        name=model["name"], layers=model["layers"], hidden=hidden, heads=model["heads"],
-        kv_heads=0 if model.get("kv_lora") else model.get("kv_heads") or 0,
-        ffn=model.get("ffn") or given.get("expert_ffn") or 4 * hidden,
-        vocab=-(-(model.get("vocab") or 51200) // 128) * 128, seq=model["seq_len"], gated=gated,
-        head_dim=model.get("head_dim") or 0,
-        positions="learned" if gpt and "alibi" not in str(model.get("pos")) else "none" if gpt else "rotary",
-        tied=gpt, bias=gpt, dropout=dropout, **given,
-    )  # fmt: skip
-
-
-def precision_of(row: Row) -> str:
-    """As `train.precision`."""
-    text = row["precision"].lower()
-    if "fp4" in text:
-        return "float4"
-    if "fp8" in text or "float8" in text:
-        return "float8"
-    return "float32" if text.startswith(("fp32", "float32", "single")) or is_tf32(row) else "bfloat16"
-
-
-def is_tf32(row: Row) -> bool:
-    """Whether products of float32 numbers run in TF32."""
-    return str(row["precision"]).lower().startswith(("tf32", "tensorfloat32", "fp32 (tf32", "fp32+tf32"))
-
-
 def chunks_of(row: Row) -> int:
     """Virtual stages; "one layer per chunk" is as many as a stage has layers."""
     pp: int = row["parallel"]["pp"]
@@ -181,19 +126,36 @@ def setting_of(row: Row) -> Setting | None:
     how = mechanisms_of(row)
     if precision_of(row) == "float32":  # no copies in another type: weights, gradients and two averages
         how = replace(how, **FLOAT32)
+    moved = float(parallel.get("activation_offload") or 0.0)
+    if moved:
+        how = replace(how, offloaded_share=min(1.0, moved))
     keeps = "torchtitan" in row["framework"] and zero == 3 and pp > 1
     if keeps:  # its pipelines gather once a step, and reduce once
         how = replace(how, reduces_every_micro_step=False)
-    group = parallel.get("fsdp") or dp * cp  # a source's copies shard among themselves (HSDP)
-    shard = group if zero == 3 and (dp * cp) % group == 0 else dp * cp if zero else 1
+    # A source's copies may shard among themselves (HSDP), or the optimizer alone within groups.
+    group = (parallel.get("fsdp") if zero == 3 else parallel.get("zero_group")) or dp * cp
+    shard = group if zero and (dp * cp) % group == 0 else dp * cp if zero else 1
     said = f"{row['framework']} {row.get('notes')} {parallel.get('cp_kind')}".lower()
     return Setting(
         global_batch=parallel["gbs"], micro_batch=micro_batch_of(row), dp=dp, tp=parallel["tp"], cp=cp, pp=pp,
         ep=parallel.get("ep") or 1, shard=shard, zero=zero, chunks=chunks_of(row), ring="ulysses" not in said,
         schedule="interleaved" if schedule.startswith("interleaved") else schedule.split("(", maxsplit=1)[0],
         recompute=recompute_of(row), precision=precision_of(row), frozen=row.get("task") == "lora",
-        keeps_gathered=keeps, mechanisms=how,
+        keeps_gathered=keeps, offload=_offload_of(parallel), mechanisms=how,
     )  # fmt: skip
+
+
+def _offload_of(parallel: Mapping[str, Any]) -> str:
+    activations, parameters = bool(parallel.get("activation_offload")), bool(parallel.get("cpu_offload"))
+    return (
+        "all"
+        if activations and parameters
+        else "activations"
+        if activations
+        else "parameters"
+        if parameters
+        else "none"
+    )
 
 
 def recompute_of(row: Row) -> Recompute:
@@ -206,16 +168,6 @@ def states_recompute(row: Row) -> bool:
     """Whether the source says what is computed again."""
     given = row.get("recompute")
     return isinstance(given, bool) or (bool(given) and "recipe" not in str(given))
-
-
-def profile_of(row: Row) -> ModelProfile | None:
-    """The row's model for its samples."""
-    shape = shape_of(row)
-    if shape is None:
-        return None
-    setting = setting_of(row)
-    fused = setting is not None and setting.mechanisms.fusion < 1
-    return _profile(shape, row["model"]["seq_len"], precision_of(row), fused)
 
 
 def run_of(row: Row) -> tuple[ModelProfile, Cluster, Setting] | None:
@@ -275,6 +227,8 @@ def memory_of(row: Row, cost: Cost) -> tuple[float | None, float]:
 def rows_of(document: Mapping[str, Any]) -> Iterator[Row]:
     """Every row of a file; the single-node table's too, written out as rows."""
     yield from document["rows"]
+    if "rows" in document.get("memory_only", {}):  # of the same kind, without a time
+        yield from document["memory_only"]["rows"]
     table = document.get("single_node_a100")
     if not table:
         return

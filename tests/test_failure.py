@@ -13,6 +13,7 @@ from allranks.errors import CheckpointError, ProcessError, TaskError
 from allranks.failure import (
     Failure,
     clear_failures,
+    clear_unfinished,
     describe_error,
     describe_exit,
     describe_signal,
@@ -110,6 +111,10 @@ def test_what_a_killed_worker_was_writing_goes_with_its_record(tmp_path: Path) -
         (tmp_path / name).touch()
     for name in ("rank-00001.log", "rank-00001.collectives.json"):
         (tmp_path / name).touch()
+    (tmp_path / "rank-00002.collectives.78.tmp").touch()
+    clear_unfinished(tmp_path, [1])
+    assert (tmp_path / "failure-00001.json").exists() and (tmp_path / "rank-00002.collectives.78.tmp").exists()
+    assert not list(tmp_path.glob("*-00001.*.tmp"))
     clear_failures(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00001.collectives.json", "rank-00001.log"]
 

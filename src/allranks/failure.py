@@ -244,9 +244,21 @@ def clear_failures(folder: Path, ranks: Iterable[int] | None = None) -> None:
     Args:
         ranks: of these ranks only: other hosts may share the folder.
     """
+    _remove(folder, ranks, "failure-{}.json", *UNFINISHED)
+
+
+def clear_unfinished(folder: Path, ranks: Iterable[int] | None = None) -> None:
+    """Remove what workers that have ended were in the middle of writing, of these ranks only or of all."""
+    _remove(folder, ranks, *UNFINISHED)
+
+
+UNFINISHED = ("failure-{}.*.tmp", "rank-{}.collectives.*.tmp")
+
+
+def _remove(folder: Path, ranks: Iterable[int] | None, *patterns: str) -> None:
     for rank in ["*"] if ranks is None else [f"{rank:05d}" for rank in ranks]:
-        for pattern in (f"failure-{rank}.json", f"failure-{rank}.*.tmp", f"rank-{rank}.collectives.*.tmp"):
-            for path in folder.glob(pattern):
+        for pattern in patterns:
+            for path in folder.glob(pattern.format(rank)):
                 path.unlink(missing_ok=True)
 
 

@@ -69,6 +69,16 @@ def test_the_first_step_is_told_apart_and_the_longest_other_one_is_kept(
     assert (fields[FIRST], fields[LONGEST], fields[STEP]) == (30 * 10**9, 2 * 10**9, 10)
 
 
+def test_what_the_host_waits_for_a_device_before_a_step_is_a_steps_time(fields: memoryview, clock: list[int]) -> None:
+    heart = Heartbeat(fields)
+    for waited in (0.0, 7.0):
+        clock[0] += 10 * 10**9
+        heart.begin_step(waited)
+        clock[0] += 10**9
+        heart.finish_step(1)
+    assert (fields[FIRST], fields[LONGEST]) == (10**9, 8 * 10**9)
+
+
 def test_the_end_of_the_work_is_shown_with_its_code(fields: memoryview) -> None:
     heart = Heartbeat(fields)
     heart.resumed(4)

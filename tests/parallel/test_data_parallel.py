@@ -1,6 +1,8 @@
 """nn.DataParallel: what it changes, what it says, and what it splits and gathers."""
 
+import importlib
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from allranks.layout import Layout
 from allranks.models.moe import MoETransformer
 from allranks.parallel.block_modes import change_blocks
 from allranks.parallel.blocks import find_blocks
-from allranks.parallel.data_parallel import describe_gathering, split_over_devices
+from allranks.parallel.data_parallel import Copies, describe_gathering, split_over_devices
 from allranks.verdict import Decision
 from tests.distributed.sessions import config_of, session_of, step_through
 from tests.distributed.tasks import MODELS, Tiny
@@ -49,6 +51,38 @@ def test_with_several_it_says_what_it_does() -> None:
     with pytest.raises(LayoutError, match=r"count the tokens of the first of 2 GPUs alone: use --layout ddp"):
         split_over_devices({"": experts}, 2, said)
     split_over_devices({"": experts}, 1, said)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+def test_threads_compute_in_the_type_of_the_call(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast's type is a thread's own: as torch starts its threads, with autocast and no type."""
+    seen: list[tuple[torch.dtype, object]] = []
+
+    def in_threads(replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Sequence[Any], devices: object) -> list[Any]:
+        threads = [
+            threading.Thread(target=replica, args=given, kwargs=named)
+            for replica, given, named in zip(replicas, inputs, kwargs, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [None] * len(threads)
+
+    def look(*given: object, **named: object) -> None:
+        seen.append((torch.get_autocast_dtype("cuda"), (given, named)))
+
+    monkeypatch.setattr(importlib.import_module("torch.nn.parallel.data_parallel"), "parallel_apply", in_threads)
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", dtype or before)
+    torch.set_autocast_enabled("cuda", dtype is not None)
+    try:
+        Copies(nn.Linear(3, 2)).parallel_apply([look, look], [(1,), (2,)], [{"y": 3}, {}])
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+    assert sorted(seen, key=str) == [(dtype or torch.float16, ((1,), {"y": 3})), (dtype or torch.float16, ((2,), {}))]
 
 
 def test_gpus_beside_a_run_on_the_processor_are_not_taken() -> None:
@@ -111,7 +145,7 @@ def test_what_it_splits_and_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     model, said = Told(), list[Decision]()
     called: Any = split_over_devices({"": model}, 2, said)[""]
-    assert type(called) is nn.DataParallel and called.module is model and len(said) == 1
+    assert isinstance(called, nn.DataParallel) and called.module is model and len(said) == 1
     monkeypatch.setattr(scatter_gather, "Scatter", Scatter)
     monkeypatch.setattr(scatter_gather, "Gather", Gather)
     moves = {

@@ -1,17 +1,24 @@
 """What parallelize returns: names, parts, and when gradients are reduced."""
 
+import importlib
 from collections import Counter
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import profile
 
 from allranks.layout import Layout
 from tests.distributed.pool import Pools
 from tests.distributed.tasks import MODELS
 from tests.parallel.spreads import spread
+
+module: Any = importlib.import_module("allranks.parallel.spread")
+averages: Any = importlib.import_module("allranks.parallel.average")
 
 
 def test_trainable_names_each_tied_one_once() -> None:
@@ -76,3 +83,44 @@ def average() -> list[float | None]:
 @pytest.mark.distributed
 def test_scalars_are_averaged_over_all_ranks(pool: Pools) -> None:
     assert pool(3).run(average) == [[2.0, pytest.approx(5 / 3)]] * 3
+
+
+def align(gpu: bool, together: int) -> dict[str, tuple[bool, list[float], list[float]]]:
+    """Of each parameter under tp: whether it is cut; its gradient before and after, which rank 1 has added to."""
+    found = spread(MODELS["transformer"], Layout(tp=2))
+    parameters = found.trainable()
+    before = {}
+    for name in parameters:
+        local = found.local(name)
+        parameters[name].grad = torch.zeros_like(parameters[name])
+        gradient: Any = parameters[name].grad
+        part = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        part.copy_(torch.arange(float(local.numel())).view(local.shape) + dist.get_rank() / 7)
+        before[name] = part.flatten().tolist()
+    with patch.object(module, "is_gpu", lambda _: gpu), patch.object(averages, "TOGETHER", together):
+        found.reduce_scalars()
+    after = {name: read(parameters[name]) for name in parameters}
+    return {
+        name: (found.map[name].placements.get("tp", "replicate") != "replicate", before[name], after[name])
+        for name in after
+    }
+
+
+def read(parameter: torch.Tensor) -> list[float]:
+    gradient: Any = parameter.grad
+    values: list[float] = (gradient._local_tensor if isinstance(gradient, DTensor) else gradient).flatten().tolist()
+    return values
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("gpu", "together"), [(False, 1), (True, 1), (True, 1 << 18)])
+def test_what_tp_leaves_whole_has_one_gradient_where_kernels_add_in_any_order(
+    pool: Pools, gpu: bool, together: int
+) -> None:
+    first, second = pool(2).run(align, gpu, together)
+    cut = [name for name, (is_cut, *_) in first.items() if is_cut and first[name][1] != second[name][1]]
+    for name, (is_cut, before, after) in second.items():
+        assert first[name][2] == first[name][1]
+        taken = gpu and not is_cut
+        assert after == (first[name][2] if taken else before), name
+    assert 0 < len(cut) < len(first)

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
@@ -67,6 +68,30 @@ def test_a_restarted_rank_does_not_read_what_the_last_attempt_wrote() -> None:
     assert open_store(agents, connect_seconds=20, timeout_seconds=20).check(["address of rank 1"])
     again = replace(agents, restart_count=1)
     assert not open_store(again, connect_seconds=20, timeout_seconds=20).check(["address of rank 1"])
+
+
+def test_a_second_world_of_the_same_processes_reads_nothing_of_the_first() -> None:
+    port = free_port()
+    first, second = (replace(one, master_port=port) for one in (FIRST, SECOND))
+    for number in range(3):
+        served, reached = (open_store(one, connect_seconds=20, timeout_seconds=20) for one in (first, second))
+        assert not reached.check(["address of rank 0"])
+        served.set("address of rank 0", str(number))
+        assert reached.get("address of rank 0") == str(number).encode()
+
+
+def test_what_a_watchdog_left_in_the_agents_store_ends_no_later_attempt() -> None:
+    """It writes past every prefix, and that of the next attempt reads there."""
+    port = free_port()
+    first, second = (replace(one, master_port=port) for one in (FIRST, SECOND))
+    served: Any = open_store(first, connect_seconds=20, timeout_seconds=20)
+    bare = served.underlying_store
+    bare.set("exception_dump", "rank 0 timed out")
+    bare.set("of the agent", "stays")
+    open_store(second, connect_seconds=20, timeout_seconds=20)
+    assert bare.check(["exception_dump"]), "another world's store is left as it is"
+    open_store(replace(second, agent_store=True, restart_count=1), connect_seconds=20, timeout_seconds=20)
+    assert not bare.check(["exception_dump"]) and bare.check(["of the agent"])
 
 
 def test_a_port_in_use_is_named_with_the_next_move(taken: int) -> None:

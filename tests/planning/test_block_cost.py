@@ -58,6 +58,16 @@ def test_selective_recompute_keeps_every_second_product_and_attention() -> None:
     assert 0.3 * got.forward < got.again < got.forward
 
 
+def test_selective_recompute_keeps_no_product_of_experts() -> None:
+    """Their grouped products are none of `MATRIX_PRODUCTS` (parallel/recompute.py)."""
+    sparse = replace(SHAPE, experts=8, top_k=2, expert_ffn=2048)
+    setting = Setting(global_batch=8, micro_batch=1, recompute="selective")
+    got = cost_of(sparse.profile().blocks[1], setting, axes_of(cluster(), setting))
+    row = 2.0 * 2048
+    attention = KEPT_PRODUCTS * row * ((1024 + 2 * 512) + 1024) + row * 1024
+    assert got.kept_bytes - got.entry_bytes == attention
+
+
 def test_megatrons_selective_recompute_repeats_unfused_attention_alone() -> None:
     how = Mechanisms(selective="attention", fused_attention=False)
     plain, selective = cost(how=how), cost(how=how, recompute="selective")

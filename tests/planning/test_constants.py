@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from allranks.planning.catalog import device_names, find_device
-from allranks.planning.constants import FILE, constants_of, constants_of_name
+from allranks.planning.constants import FILE, FOUND_AT, TRAINED, constants_of, constants_of_name
 from tests.planning.profiles import cluster
 
 
@@ -33,10 +33,31 @@ def test_every_device_of_the_catalog_gets_shares_between_0_and_1(name: str) -> N
     assert all(0.0 < share <= 1.0 for share in shares)
 
 
-def test_an_unknown_device_takes_its_measured_rate() -> None:
-    device = replace(cluster().device, matmul_flops={"bfloat16": 55e12})
-    assert constants_of(device).matmul == pytest.approx(0.55)
-    assert constants_of(cluster().device).matmul == constants_of_name("")[1].matmul
+def test_a_chip_with_fewer_links_has_the_constants_of_the_chip() -> None:
+    assert constants_of(find_device("a800").device) == constants_of(find_device("a100-80g").device)
+    assert constants_of(find_device("h800").device) == constants_of(find_device("h100").device)
+
+
+def test_an_unknown_device_reaches_a_share_of_the_best_product_that_somebody_measured() -> None:
+    unknown = constants_of(cluster().device)
+    got = constants_of(replace(cluster().device, matmul_flops={"bfloat16": 55e12}))
+    assert got.matmul == pytest.approx(TRAINED * 0.55) and unknown.matmul == constants_of_name("")[1].matmul
+    assert got.flash2 / got.matmul == pytest.approx(unknown.flash2 / unknown.matmul)
+    assert got.attention / got.matmul == pytest.approx(unknown.attention / unknown.matmul)
+    assert got.family == "", "nobody has compared it with runs: its interval stays wide"
+    clocked = constants_of(replace(cluster().device, matmul_flops={"bfloat16": 120e12}))
+    assert clocked.matmul == 1.0, "a higher clock than the data sheet's"
+
+
+def test_around_a_kernel_of_attention_less_is_left_on_long_sequences() -> None:
+    a100 = constants_of(find_device("a100-80g").device)
+    shares = [a100.attention_share("flash2", positions) for positions in (0, 2048, FOUND_AT, 32768, 1_000_000)]
+    assert shares[:3] == [a100.flash2] * 3
+    assert a100.flash2 < shares[3] < shares[4] < a100.flash2_long
+    assert shares[3] == pytest.approx(0.4893, abs=1e-3)
+    assert a100.attention_share("vendor", 1_000_000) == a100.attention
+    h100 = constants_of(find_device("h100").device)
+    assert h100.attention_share("flash2", 1_000_000) == h100.flash2, "where nothing says that it is another"
 
 
 def test_each_kernel_of_attention_has_its_own_share() -> None:

@@ -8,8 +8,9 @@ import pytest
 from allranks.cluster import Cluster
 from allranks.layout import Layout
 from allranks.plan import Choice, Estimate
-from allranks.planning.estimate import estimate
+from allranks.planning.estimate import estimate, estimate_setting
 from allranks.planning.host_traffic import host_capacity_bytes, vendors_host
+from allranks.planning.setting import Mechanisms, Setting
 from tests.planning.profiles import cluster, decoder
 
 PROFILE = decoder(layers=32, hidden=1024, ffn=4096, seq=2048, heads=8, vocab=64)
@@ -49,6 +50,18 @@ def test_recompute_leaves_less_to_move() -> None:
     inputs = weigh(cluster(), offload="activations", recompute="full")
     assert 0 < inputs.host_bytes < 0.5 * plain.host_bytes
     assert replace(plain.time, offload=0.0).total <= plain.time.total
+
+
+def test_of_a_share_that_is_moved_the_rest_stays() -> None:
+    def held(share: float) -> tuple[float, float]:
+        how = Mechanisms(offloaded_share=share)
+        setting = Setting(global_batch=64, micro_batch=8, dp=8, offload="activations", mechanisms=how)
+        room = estimate_setting(PROFILE, cluster(), setting).room
+        return room.memory.activations, room.host_bytes
+
+    (all_stays, none_there), (half, there), (rest, all_there) = held(0.0), held(0.5), held(1.0)
+    assert none_there == 0.0 and there == pytest.approx(all_there / 2)
+    assert rest < half < all_stays and half == pytest.approx((rest + all_stays) / 2)
 
 
 def test_a_host_that_nobody_described_is_the_vendors_and_is_said_to_be() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from allranks.data.random_keys import item_key, seed_all
-from allranks.errors import DataError, LayoutError, TaskError
+from allranks.errors import DataError, LayoutError, MemoryShortError, TaskError
 from allranks.stepping import start_check
 from allranks.stepping.loss_check import FEWEST, NUM_SAMPLES
 from allranks.stepping.start_check import CHEAP_SECONDS, first_samples
@@ -184,6 +184,20 @@ def test_a_failure_in_training_mode_ends_the_start_where_forwards_are_collective
         assert found.endswith("of training mode it is not known, as it fails there (ValueError)")
     for found in pool(2).run(fails, "fsdp"):
         assert "fails on the first samples of its dataset" in found and "not so few samples" in found
+
+
+class Short(Curve):
+    """Its outputs find no memory."""
+
+    def loss(self, output: Any, batch: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 50 GiB\nand more")
+
+
+def test_memory_that_runs_out_at_the_start_is_no_mistake_of_the_dataset() -> None:
+    with pytest.raises(MemoryShortError) as refused:
+        said(Short(), "single")
+    what = "memory ran out at the start, where the loss of 5 samples is looked at (tried to allocate 50 GiB): use "
+    assert str(refused.value).startswith(what) and not refused.value.divisible
 
 
 class Sides(IterableDataset[Any]):

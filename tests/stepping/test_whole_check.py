@@ -192,6 +192,88 @@ def test_one_rank_decides_whether_it_would_take_long(pool: Pools, mine: float, r
         assert any("was not compared with the whole one" in said for said in found) != compared
 
 
+def start_where_a_processor_cannot(elsewhere: bool) -> Any:
+    """In a worker: the whole model raises on rank 0, as what is made for GPUs alone does."""
+
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError("no backward on CPU\nand more")
+
+    with patch.object(whole_check, "_whole", refuse), patch.object(whole_check, "is_elsewhere", lambda _: elsewhere):
+        if elsewhere or dist.get_rank() == 0:
+            return start(Tiny(kind="transformer"), "tp=2", "float32")
+
+
+def test_what_a_processor_cannot_run_is_not_compared_and_no_rank_waits(pool: Pools) -> None:
+    found = pool(2).run(start_where_a_processor_cannot, True)
+    for said, why in zip(found, (" (NotImplementedError: no backward on CPU)", ""), strict=True):
+        line = (
+            "the cut model was not compared with the whole one, because rank 0's processor cannot run the whole model"
+        )
+        assert line + why in said
+
+
+def test_a_run_on_processors_leaves_no_error_of_the_whole_model_out() -> None:
+    assert not whole_check.is_elsewhere(torch.device("cpu")) and whole_check.is_elsewhere(torch.device("cuda", 1))
+
+
+def start_uncounted(largest: float) -> Any:
+    start_check = importlib.import_module("allranks.stepping.start_check")
+    with (
+        patch.object(start_check, "count_flops", lambda *_: None),
+        patch.object(whole_check, "LARGEST_UNCOUNTED", largest),
+    ):
+        return start(Tiny(kind="transformer"), "tp=2", "float32")
+
+
+@pytest.mark.parametrize(("largest", "compared"), [(1e8, True), (10.0, False)])
+def test_of_a_large_model_that_cannot_be_counted_nothing_is_compared(
+    pool: Pools, largest: float, compared: bool
+) -> None:
+    for found in pool(2).run(start_uncounted, largest):
+        assert any("computes what the whole one does" in said for said in found) == compared
+        assert any("could not be counted, and the model is large" in said for said in found) != compared
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that no processor can read until it was brought there."""
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") not in ("as_subclass", "__get__", "__set__"):
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def start_on_a_device() -> Any:
+    real = whole_check._whole
+
+    def brought(forward: Any, batch: Any, seed: int) -> Any:
+        return real(forward, {name: part.as_subclass(OnDevice) for name, part in batch.items()}, seed)
+
+    with patch.object(whole_check, "_whole", brought):
+        return start(Tiny(kind="transformer"), "tp=2", "float32")
+
+
+def test_a_batch_that_lies_on_a_device_is_brought_to_the_processor(pool: Pools) -> None:
+    for found in pool(2).run(start_on_a_device):
+        assert any("computes what the whole one does" in said for said in found)
+
+
+def test_no_product_is_made_in_tf32_while_a_gpu_is_compared_with_a_processor() -> None:
+    cudnn: Any = torch.backends.cudnn
+    conv, before = cudnn.conv, cudnn.conv.fp32_precision
+    with whole_check._float32_products(torch.device("cpu")):
+        assert conv.fp32_precision == before
+    with pytest.raises(ZeroDivisionError), whole_check._float32_products(torch.device("cuda")):
+        assert conv.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "ieee"
+        1 / 0  # noqa: B018
+    assert conv.fp32_precision == before != "ieee"
+    assert torch.backends.cudnn.allow_tf32
+
+
 class Beside(nn.Module):
     """A frozen layer's output reaches every block; `around`: what the first one makes is used beside them, too."""
 

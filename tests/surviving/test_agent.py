@@ -109,6 +109,11 @@ def test_a_worker_that_returns_a_code_ends_the_run_with_it(small_server: None, t
     assert run(tmp_path, "code", 78, 1).exit_code == 78
 
 
+def test_what_workers_were_writing_when_they_ended_is_removed(small_server: None, tmp_path: Path) -> None:
+    assert run(tmp_path, "end_while_writing", str(tmp_path)).exit_code == 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_restarts_have_a_store_of_their_own(small_server: None, tmp_path: Path) -> None:
     assert run(tmp_path, "restart", str(tmp_path), max_restarts=2).exit_code == 0
     ports = {(tmp_path / f"{attempt}-0").read_text() for attempt in range(3)}

@@ -18,6 +18,10 @@ ENDED = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread te
 LOST = f"{ENDED}NCCL error: remote process exited or there was a network error, NCCL version 2.27\nncclRemoteError: x\n"
 DEVICE = f"{ENDED}CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later\n"
 STUCK = "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring enqueued\n"
+MONITOR = (
+    "[rank1]:[F1127 10:00:00.1 ProcessGroupNCCL.cpp:1653] [Rank 1] Terminating the process after attempting to dump "
+    "debug info, due to collective timeout or exception.\n"
+)
 
 
 def aborted(rank: int = 1, code: int = -signal.SIGABRT) -> Ended:
@@ -31,6 +35,8 @@ def aborted(rank: int = 1, code: int = -signal.SIGABRT) -> Ended:
         (LOST, "NCCL's watchdog: NCCL error: remote process exited", TRANSIENT, True),
         (DEVICE, "NCCL's watchdog: CUDA error: an illegal memory access was encountered", RAISED, False),
         (STUCK, "for 480 s Python's lock was held, or CUDA hung", TRANSIENT, False),
+        (STUCK + MONITOR, "for 480 s Python's lock was held, or CUDA hung", TRANSIENT, False),
+        (MONITOR, "ended by NCCL's monitor: collective timeout or exception", TRANSIENT, True),
     ],
 )
 def test_its_last_words_tell_why(tmp_path: Path, said: str, told: str, code: int, consequence: bool) -> None:

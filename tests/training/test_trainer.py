@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -9,6 +10,7 @@ from allranks.config import resolve_config
 from allranks.errors import ConfigError, GuardError
 from allranks.observing import heartbeat
 from allranks.observing.counters import Stopwatch
+from allranks.observing.recorder import StepRecord
 from allranks.run import Run
 from allranks.training.saver import Saver
 from allranks.training.snapshot import Contents, schedule_state
@@ -29,7 +31,7 @@ from tests.training.runs import (
     train,
     train_outside,
 )
-from tests.training.tasks import Streamed
+from tests.training.tasks import Curve, Streamed
 
 TASKS = {
     "Curve": ("train.steps=9",),
@@ -336,6 +338,45 @@ def test_no_step_is_made_of_nobodys_samples(tmp_path: Path, lag: int) -> None:
     trainer._lag = lag
     assert trainer.train().step == 3
     assert session.stream.position == 15
+
+
+class Kept:
+    """What a Trainer gives its recorder."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def record(self, record: StepRecord) -> None:
+        self.seconds.append(record.seconds)
+
+    def write(self, *_: object, **__: object) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_step_takes_as_long_as_the_device_does_also_where_the_host_runs_ahead(tmp_path: Path, lag: int) -> None:
+    """The host waits for the step before, as on CUDA, before it begins the next one: that is a step's time there."""
+    config = resolve_config(
+        task_defaults={"optimizer.name": "sgd", "train.global_batch": 5, "train.steps": 4}, toml=None, overrides=()
+    )
+    session = session_of(Curve(), config)
+    contents = Contents(
+        session.spread, session.optimizers, session.stream, extra=schedule_state(session.schedule, config.schedule)
+    )
+    saver = Saver(contents, session.processes, config.checkpoint, tmp_path, "run", 1)
+    kept = Kept()
+    trainer = Trainer(session, saver, Stopwatch(), cast("Any", kept), None)
+    trainer._lag = lag
+    read = trainer._read
+
+    def wait(*given: Any) -> Any:
+        time.sleep(0.2)
+        return read(*given)
+
+    trainer._read = wait  # type: ignore[method-assign, assignment]
+    assert trainer.train().step == 4
+    assert len(kept.seconds) == 4 and all((seconds > 0.2) == bool(lag) for seconds in kept.seconds)
 
 
 @pytest.mark.distributed

@@ -122,10 +122,10 @@ class Heartbeat:
         """
         self._fields[FINISHED] = 1 + code
 
-    def begin_step(self) -> None:
-        """An optimizer step begins."""
+    def begin_step(self, waited: float = 0.0) -> None:
+        """An optimizer step begins; `waited`: for so many seconds the host has just waited for the device behind it."""
         self.enter("first step" if self._first else "step")
-        self._began, self._loading, self._compiling = time.monotonic_ns(), 0, 0
+        self._began, self._loading, self._compiling = time.monotonic_ns() - round(waited * 1e9), 0, 0
 
     def order(self, num_samples: int | None) -> None:
         """An order over so many samples is fed; None: no index names a sample."""

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+TOGETHER = 1 << 18
+"""Elements from which on a gradient travels by itself: the others are copied together, and back."""
+
 
 def average_gradients(
     parameters: Sequence[torch.Tensor],
@@ -46,6 +49,28 @@ def average_gradients(
         for gradient, part in zip(some, parts, strict=True):
             gradient.copy_(part.view(gradient.shape))
         take_back([parameters[at] for at in places if not used], lacking, flags)
+
+
+def take_from_first(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Replace every `.grad` by that of the group's first rank, all of whose ranks have the same ones; collective.
+
+    Of a DTensor this rank's part is meant. What is small travels together.
+    """
+    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [gradient._local_tensor if isinstance(gradient, DTensor) else gradient for gradient in found]
+    small = [gradient for gradient in gradients if gradient.numel() < TOGETHER]
+    for places in alike(small):
+        some = [small[at] for at in places]
+        flat = torch.cat([gradient.reshape(-1) for gradient in some])
+        dist.broadcast(flat, group=group, group_src=0)
+        for gradient, part in zip(some, flat.split([gradient.numel() for gradient in some]), strict=True):
+            gradient.copy_(part.view(gradient.shape))
+    for gradient in gradients:
+        if gradient.numel() >= TOGETHER:
+            whole = gradient.contiguous()
+            dist.broadcast(whole, group=group, group_src=0)
+            if whole is not gradient:
+                gradient.copy_(whole)
 
 
 def alike(tensors: Iterable[torch.Tensor]) -> list[list[int]]:

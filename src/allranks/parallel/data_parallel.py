@@ -6,7 +6,9 @@ same work without the copies, with one process a GPU. Source:
 https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -18,6 +20,28 @@ from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.verdict import Decision
 
 FIRST = torch.device("cuda", 0)
+
+
+@final
+class Copies(nn.DataParallel[nn.Module]):
+    """nn.DataParallel whose threads compute in the type in which it was called.
+
+    Autocast's type is each thread's own, and torch tells its threads whether there is one, not which (`_worker` in
+    parallel_apply.py): they would take float16, in which small gradients vanish without a scale.
+    """
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Run the copies, each in a thread."""
+        if torch.is_autocast_enabled(FIRST.type):
+            dtype = torch.get_autocast_dtype(FIRST.type)
+            replicas = [partial(_run_in, dtype, replica) for replica in replicas]
+        found: list[Any] = super().parallel_apply(replicas, inputs, kwargs)
+        return found
+
+
+def _run_in(dtype: torch.dtype, replica: Callable[..., object], *inputs: object, **kwargs: object) -> object:
+    with torch.autocast(FIRST.type, dtype):
+        return replica(*inputs, **kwargs)
 
 
 def split_over_devices(
@@ -50,7 +74,7 @@ def split_over_devices(
             f"under data_parallel the routers of experts count the tokens of the first of {num_devices} GPUs alone: "
             "use --layout ddp, or --layout single for one GPU"
         )
-    called: dict[str, nn.Module] = {which: nn.DataParallel(module) for which, module in modules.items()}
+    called: dict[str, nn.Module] = {which: Copies(module) for which, module in modules.items()}
     if num_devices > 1:
         what = f"each forward copies the model to {num_devices} GPUs, splits the batch, gathers outputs on the first"
         decisions.append(Decision(what, "layout=data_parallel; ddp spares the copies, with one process a GPU"))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from allranks.parallel.average import average_gradients
+from allranks.parallel.average import average_gradients, take_from_first
 from allranks.parallel.balance import Balances
 from allranks.parallel.batchnorm import BatchNorms
 from allranks.parallel.context import Context
@@ -30,6 +30,13 @@ from allranks.parallel.stages import Stages
 from allranks.parallel.whole import shake, shake_part
 from allranks.parameter_map import Entry, ParameterMap
 from allranks.verdict import Decision
+
+UNCUT = "replicate"
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether sums may come out in another order each time."""
+    return device.type != "cpu"
 
 
 @dataclass(eq=False)
@@ -209,6 +216,20 @@ class Spread:
             self.experts.reduce()
         if self._scalars:
             average_gradients(self._scalars, [self.mesh.group(axis) for axis in self.mesh.gradient_axes], self.divisor)
+        if self.stages is None:
+            self.align_copies()
+
+    def align_copies(self) -> None:
+        """Give every tp rank the first one's gradients of what tp leaves whole; collective along tp.
+
+        Each has computed them by itself, and they are the same but for the order of sums: on a GPU attention's backward
+        adds with atomics, and the rings of two data-parallel groups go round in other orders. Copies would drift apart.
+        A processor adds in one order.
+        """
+        if self.mesh.layout.tp > 1 and is_gpu(self.device):
+            names = self.trainable().items()
+            whole = [tensor for name, tensor in names if self.map[name].placements.get("tp", UNCUT) == UNCUT]
+            take_from_first(whole, self.mesh.group("tp"))
 
     def reduce_replicated(self) -> None:
         """Average the gradients of copies that no DDP keeps equal, since a pipeline is not one forward; collective."""

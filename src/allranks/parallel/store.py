@@ -19,6 +19,9 @@ from allranks.errors import ProcessError
 from allranks.process_environment import ProcessEnvironment
 
 RETRY_SECONDS = 0.1
+_served: dict[tuple[str, int], TCPStore] = {}
+_opened: dict[tuple[int, str, int], int] = {}
+"""How many worlds this process has opened there, as which rank."""
 FREE_PORT = "choose another with MASTER_PORT (torchrun: --master-port), or stop the program that uses it"
 
 
@@ -29,16 +32,26 @@ def open_store(environment: ProcessEnvironment, *, connect_seconds: float, timeo
         ProcessError: the port is in use, or nobody answers there within `connect_seconds`.
     """
     timeout = timedelta(seconds=timeout_seconds)
+    place = (environment.master_addr, environment.master_port)
     if environment.rank == 0 and not environment.agent_store:
-        store: Store = _serve(environment, timeout)
+        # For the life of the process: groups of an ended world may hold it, and a second one could not listen there.
+        served = _served[place] = _served.get(place) or _serve(environment, timeout)
+        served.set_timeout(timeout)
+        store: Store = served
     else:
         deadline = time.monotonic() + connect_seconds
         _wait_for_listener(environment, deadline)
         store = _connect(environment, timeout, deadline)
+        if environment.agent_store:
+            # NCCL's watchdog of an attempt that has ended left it there, past every prefix: that of the next one would
+            # find it, and abort (ProcessGroupNCCL.cpp, broadcastDumpSignal and HeartbeatMonitor).
+            store.delete_key("exception_dump")
+    # Group names repeat: neither a restarted worker nor a second world of this process may read what stands there.
+    number = _opened.get((environment.rank, *place), 0)
+    _opened[(environment.rank, *place)] = number + 1
     if environment.num_nodes == 1:
-        # A restarted worker must not read the addresses that a dead one left in the agent's store.
         store = PrefixStore(f"attempt-{environment.restart_count}", store)
-    return store
+    return PrefixStore(f"world-{number}", store) if number else store
 
 
 def _serve(environment: ProcessEnvironment, timeout: timedelta) -> TCPStore:

@@ -137,7 +137,7 @@ class _Sums:
             # 2205.05198, section 5: the scores alone are computed again.
             self.kept_selective += kept
             self.again_selective += times.forward if unfused else 0.0
-        elif is_product(operation):
+        elif is_product(operation) and operation.cut != "expert":  # grouped products are none of those that are kept
             self.kept_selective += (
                 KEPT_PRODUCTS * operation.output_bytes * setting.micro_batch / _result_cut(operation, setting)
             )

@@ -144,16 +144,17 @@ def _ratios(
 
 
 def attention_seconds(
-    machine: Machine, flops: float, head_dim: float, causal: bool, precision: str, kernel: AttentionKernel = "vendor"
-) -> float:
-    """Fused attention's forward over `flops` (both products, over all positions).
+    machine: Machine, flops: float, head_dim: float, causal: bool, precision: str, kernel: AttentionKernel = "vendor",
+    positions: float = 0.0,
+) -> float:  # fmt: skip
+    """Fused attention's forward over `flops` (both products, over all positions), so many of them in one kernel.
 
     FlashAttention-2 2307.08691: causal attention skips the blocks above the diagonal; the rate rises with head_dim.
     """
     if precision in ("float8", "float4"):
         precision = "bfloat16"
     done = flops * (0.5 if causal else 1.0)
-    rate = machine.peak(precision) * machine.constants.attention_share(kernel) * head_share(head_dim)
+    rate = machine.peak(precision) * machine.constants.attention_share(kernel, positions) * head_share(head_dim)
     return done / rate + machine.floor
 
 

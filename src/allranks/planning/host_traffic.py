@@ -21,17 +21,19 @@ def moves(setting: Setting) -> bool:
     return setting.offload in ("activations", "all")
 
 
-def staying_bytes(profile: ModelProfile, costs: Sequence[BlockCost], held: Sequence[int], times: float) -> float:
+def staying_bytes(
+    profile: ModelProfile, costs: Sequence[BlockCost], held: Sequence[int], times: float, share: float = 1.0
+) -> float:
     """Of the activations that a stage keeps for `times` micro-steps, what stays on its device.
 
-    What no repeated block saved stays; of the repeated ones two are there (parallel/offload.py).
+    What no repeated block saved stays; of the repeated ones two are there (parallel/offload.py), and of each what is
+    beyond the `share` that is moved.
     """
     stays, largest = 0.0, 0.0
     for block, cost, count in zip(profile.blocks, costs, held, strict=True):
         if block.repeated:
-            largest = max(largest, cost.kept_bytes if count else 0.0)
-        else:
-            stays += count * cost.kept_bytes
+            largest = max(largest, share * cost.kept_bytes if count else 0.0)
+        stays += count * cost.kept_bytes * (1 - share if block.repeated else 1.0)
     return stays * times + ON_THE_WAY * largest
 
 
@@ -53,7 +55,7 @@ def host_seconds(
     """
     if setting.offload == "none" or not cluster.host_bandwidth:
         return 0.0
-    moved = host_bytes(profile, costs, held, 1.0) if moves(setting) else 0.0
+    moved = host_bytes(profile, costs, held, setting.mechanisms.offloaded_share) if moves(setting) else 0.0
     again = waits.weight_bytes if waits.gathers_in_backward else 0.0
     in_forward = max(waits.weight_bytes, moved) / cluster.host_bandwidth
     in_backward = max(again + moved, waits.gradient_bytes) / cluster.host_bandwidth

@@ -24,7 +24,7 @@ def least_device_seconds(profile: ModelProfile, cluster: Cluster, precision: str
         return 0.0
     machine = Machine(cluster.device, constants_of(cluster.device))
     rate = max(machine.rate(precision), machine.rate("bfloat16" if precision in ("float8", "float4") else precision))
-    share = max(machine.constants.attention, machine.constants.flash2)
+    share = max(machine.constants.attention, machine.constants.flash2, machine.constants.flash2_long)
     attention = machine.peak("bfloat16" if precision in ("float8", "float4") else precision) * share * CAUSAL
     seconds = 0.0
     for block in profile.blocks:

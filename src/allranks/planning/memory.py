@@ -31,7 +31,7 @@ def memory_use(
     if setting.pp > 1 and how.pipeline_outputs:
         kept += times * setting.chunks * max((cost.entry_bytes for _, cost in here), default=0.0)
     if moves(setting):
-        kept = staying_bytes(profile, costs, held, times)
+        kept = staying_bytes(profile, costs, held, times, how.offloaded_share)
     if how.gradients == "made":
         own = held_by(profile, setting, tuple(zip(held, costs, strict=True)), kept, gradients, times)
         return _at_its_fullest(setting, own, weights, optimizer)

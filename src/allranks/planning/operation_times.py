@@ -132,7 +132,8 @@ def attention_times(operation: Operation, setting: Setting, machine: Machine) ->
     queries, keys, heads, _, dim = operation.shape if len(operation.shape) == 5 else (1, 1, 1, 1, 128)
     if how.fused_attention:
         flops = operation.flops * batch / cut
-        forward = attention_seconds(machine, flops, dim, operation.causal, setting.precision, how.attention)
+        here = keys / (setting.cp if setting.ring else 1)
+        forward = attention_seconds(machine, flops, dim, operation.causal, setting.precision, how.attention, here)
         return Times(forward, forward * ATTENTION_BACKWARD / BACKWARD_SHARE, 0.0)
     products = batch * heads / setting.tp
     one = matmul_seconds(machine, queries / setting.cp, keys, dim, setting.precision, products)

@@ -105,5 +105,5 @@ def _host_bytes(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple[
     kept = max(host_cost(cluster, setting, parameters_of(parts, held)).kept_bytes for held in (layers[0], layers[-1]))
     if moves(setting):
         times = under_way(setting.schedule, 0, setting.pp, setting.chunks, setting.micro_steps)
-        kept += host_bytes(parts.profile, parts.costs, layers[0], times)
+        kept += host_bytes(parts.profile, parts.costs, layers[0], times * setting.mechanisms.offloaded_share)
     return cluster.devices_per_node * kept + copied

@@ -60,6 +60,7 @@ class Mechanisms:
         gradients: "resting": they have their memory for the whole run (Megatron-LM, DeepSpeed); "made": each step's
             backward makes them, and the update drops them (torch; DDP's buckets stay).
         scattered_sends: stages send 1/tp of an activation (2104.04473, section 4.1).
+        offloaded_share: of a block's activations, where they wait in the host's memory; the engine moves all.
         known: whether the framework's documents say all this; else it is what such frameworks mostly do.
     """
 
@@ -108,6 +109,7 @@ class Mechanisms:
     keeps_gathered_inputs: bool = False
     experts_stay: bool = False
     gradients: Literal["resting", "made"] = "resting"
+    offloaded_share: float = 1.0
     known: bool = True
 
     def expert_tensor(self, tp: int) -> int:

@@ -20,6 +20,8 @@ from allranks.task import Task
 from allranks.task_world import rows_of
 from allranks.vocabulary import whole_logits
 
+Number = float | torch.Tensor
+
 
 @torch.no_grad()
 def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.ProcessGroup | None) -> dict[str, float]:
@@ -38,7 +40,7 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
         TaskError: what `metrics` returns is no dict of (sum, count), or has the name of the loss.
     """
     spread = forward.spread
-    sums: dict[str, list[float]] = {}
+    found: dict[str, list[Number]] = {}
     with _evaluation_mode(spread), buffers_kept(spread, unless=False):
         spread.batch_norms.average()
         for micro_step in batches:
@@ -57,9 +59,9 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
             if not micro_step.weight:
                 continue  # a filler adds nothing, not even 0 * nan
             for name, (total, count) in terms.items():
-                held = sums.setdefault(name, [0.0, 0.0])
-                held[0] += _number(name, total)
-                held[1] += _number(name, count)
+                held = found.setdefault(name, [0.0, 0.0])
+                held[:] = held[0] + _number(name, total), held[1] + _number(name, count)
+    sums = {name: [float(part) for part in held] for name, held in found.items()}
     if spread.stages is not None:
         # The first rank has to hear of it, too: of the ranks with the same samples one tells.
         return world_means(sums if spread.mesh.adds_loss else {}, dist.group.WORLD, spread.device)
@@ -137,9 +139,10 @@ def _checked(task: Task, metrics: object) -> dict[str, tuple[object, object]]:
     return named
 
 
-def _number(name: str, value: object) -> float:
+def _number(name: str, value: object) -> Number:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value)
+        # A GPU's stays there, in float64 as python's numbers are: the host waits for none of them.
+        return float(value) if value.device.type == "cpu" else value.detach().double().reshape(())
     if isinstance(value, Real):
         return float(value)
     raise TaskError(f"metrics(): {name} has {value!r:.80} where a number is due: return {{name: (sum, count)}}")

@@ -74,6 +74,7 @@ class ScheduledPasses(Passes):
         self._spread.reduce_scalars()
         self._spread.reduce_replicated()
         self._stages.reduce_shared()
+        self._spread.align_copies()
         # In the order of the micro-steps, whatever the schedule: every last stage has run them so.
         total = torch.zeros((), dtype=torch.float64, device=self._spread.device)
         for loss in found:

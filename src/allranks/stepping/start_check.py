@@ -16,7 +16,8 @@ import torch.distributed as dist
 from allranks.data.random_keys import item_key, seed_all
 from allranks.data.second_pass import begin_pass, check_second_pass
 from allranks.data.stream import declared_order
-from allranks.errors import AllranksError, DataError, LayoutError, TaskError
+from allranks.errors import AllranksError, DataError, LayoutError, MemoryShortError, TaskError
+from allranks.failure import is_out_of_memory
 from allranks.layout import Layout
 from allranks.parallel.compiled import uncompiled
 from allranks.parallel.context import Context
@@ -106,6 +107,11 @@ def check_at_start(
     except AllranksError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            what = f"memory ran out at the start, where the loss of {num_examined(micro_batch)} samples is looked at"
+            moves = "smaller samples, layout.recompute=full, or a layout that shards more or cuts the logits"
+            raise MemoryShortError(f"{what} ({first}): use {moves}", divisible=False) from error
         failed = f"{type(task).__name__} fails on the first samples of its dataset"
         raise TaskError(f"{failed}:\n{user_line(error)}") from error
     if not draws or seconds >= CHEAP_SECONDS:

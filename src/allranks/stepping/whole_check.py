@@ -12,13 +12,15 @@ this way. A loss that looks at several of them is found before, whatever the mod
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import LayoutError
@@ -34,6 +36,8 @@ from allranks.verdict import Decision
 from allranks.vocabulary import whole_logits
 
 LARGEST_FLOPS = 2e12  # of the comparison on one core: some ten seconds to a minute
+LARGEST_UNCOUNTED = 1e8  # parameters, where what they compute could not be counted
+UNABLE = -2.0  # in place of a place: rank 0 could not run the whole model
 NUM_SAMPLES = 2
 UNCOMPARED = "the cut model was not compared with the whole one"
 
@@ -69,29 +73,39 @@ def check_whole(forward: Forward, samples: Sequence[Any], seed: int, flops_per_s
         LayoutError: on every rank, naming the parameter whose gradient differs most.
     """
     samples = list(samples)[:NUM_SAMPLES]
-    flops = (flops_per_sample or 0.0) * len(samples)
+    flops = None if flops_per_sample is None else flops_per_sample * len(samples)
     return compare_whole(forward, forward.task.collate(samples), seed, flops, what=f"{len(samples)} samples")
 
 
-def compare_whole(forward: Forward, batch: Any, seed: int, flops: float, *, what: str) -> Decision:
+def compare_whole(forward: Forward, batch: Any, seed: int, flops: float | None, *, what: str) -> Decision:
     """The same on a batch, `what` it is called; `flops` of a forward and a backward on it; collective likewise."""
     layout, device = forward.spread.mesh.layout, forward.spread.device
+    if flops is None:  # a small model is soon run, whatever it computes
+        parameters = sum(math.prod(entry.shape) for entry in forward.spread.map.values())
+        flops = math.inf if parameters > LARGEST_UNCOUNTED else 0.0
     counted = torch.tensor(flops, dtype=torch.float64, device=device)
     dist.broadcast(counted, 0)  # layers that do not divide evenly count otherwise on each rank: one decides for all
     flops = counted.item()
     if flops > LARGEST_FLOPS:
         because = f"one process would need {format_count(flops)} floating-point operations for that"
+        if flops == math.inf:
+            because = "what one process would need for that could not be counted, and the model is large"
         return pass_uncompared(forward.spread, because)
-    with forward.spread.shaken():
+    with forward.spread.shaken(), _float32_products(device):
         found = _spread_gradients(forward, batch)
-    told = torch.zeros(7, dtype=torch.float64)
+    told, because = torch.zeros(7, dtype=torch.float64), "rank 0's processor cannot run the whole model"
     if forward.spread.mesh.rank == 0:
-        whole, relative = _whole(forward, batch, seed), _tolerance(forward)
-        both = found.loss, whole.loss, found.output, whole.output
-        told = torch.tensor((*_worst(found, whole, relative), *both), dtype=torch.float64)
+        whole, relative = _try_whole(forward, batch, seed), _tolerance(forward)
+        if isinstance(whole, str):
+            because, told[0] = f"{because} ({whole})", UNABLE
+        else:
+            both = found.loss, whole.loss, found.output, whole.output
+            told = torch.tensor((*_worst(found, whole, relative), *both), dtype=torch.float64)
     told = told.to(device)
     dist.broadcast(told, 0)
     index, mine, expected, *pairs = told.tolist()
+    if index == UNABLE:
+        return pass_uncompared(forward.spread, because)
     if index >= 0:
         name = ["the loss", *(f"the gradient of {name}" for name in found.norms)][int(index)]
         same_loss, same_output = (abs(a - b) <= _tolerance(forward) * abs(b) for a, b in (pairs[:2], pairs[2:]))
@@ -161,8 +175,48 @@ def _worst(found: WholeGradients, whole: WholeGradients, relative: float) -> tup
     return (float(largest), *pairs[largest][:2]) if errors[largest] > 1 else (-1.0, 0.0, 0.0)
 
 
+def _try_whole(forward: Forward, batch: Any, seed: int) -> WholeGradients | str:
+    """What one process computes; or why a processor cannot, where the run's devices are others.
+
+    What is made for GPUs alone (FlexAttention's backward, a kernel in Triton, a loss that has a tensor there) is no
+    mistake of a layout, and the other ranks wait for what is said of it.
+    """
+    try:
+        return _whole(forward, batch, seed)
+    except Exception as error:
+        if not is_elsewhere(forward.spread.device):
+            raise
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def is_elsewhere(device: torch.device) -> bool:
+    """Whether the run's device is no processor, as that of the comparison is."""
+    return device.type != "cpu"
+
+
+@contextmanager
+def _float32_products(device: torch.device) -> Iterator[None]:
+    """No TF32 inside: cuDNN's convolutions take it where nobody asked (torch's CUDA notes), a processor never."""
+    if device.type != "cuda":
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    kinds: tuple[Any, ...] = (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)
+    before = [kind.fp32_precision for kind in kinds]
+    for kind in kinds:
+        kind.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for kind, was in zip(kinds, before, strict=True):
+            kind.fp32_precision = was
+
+
 def _whole(forward: Forward, batch: Any, seed: int) -> WholeGradients:
     task, precision = forward.task, forward.spread.precision
+    batch = pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.cpu(), batch
+    )  # a loop's own lies where the ranks compute
     placed, squares = precision.cast_inputs(batch), list[torch.Tensor]()
 
     def loss_of(module: torch.nn.Module) -> torch.Tensor:

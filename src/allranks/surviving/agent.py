@@ -24,7 +24,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler
 
 from allranks.errors import ProcessError
-from allranks.failure import RAISED, TRANSIENT, Failure, clear_failures, read_failures
+from allranks.failure import RAISED, TRANSIENT, Failure, clear_failures, clear_unfinished, read_failures
 from allranks.surviving.child import Entry, WorkerStart
 from allranks.surviving.forkserver import StartMethod, choose_start_method
 from allranks.surviving.hosts.company import Company
@@ -100,6 +100,8 @@ def run_workers(
             agent.run(ROLE)
         except RunEnded as ended:
             return ended.ending.outcome()
+        finally:
+            agent.tidy()
     return agent.last_outcome()
 
 
@@ -150,10 +152,16 @@ class LocalAgent(SimpleElasticAgent):
         self._stop_notice = stop_notice
         self._workers: LocalWorkers | None = None
         self._kill_at: float | None = None
+        self._ranks: list[int] | None = None
+
+    def tidy(self) -> None:
+        """Remove what the last workers were in the middle of writing when they ended."""
+        clear_unfinished(self._log_dir, self._ranks)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = [worker.global_rank for worker in worker_group.workers]
-        clear_failures(self._log_dir, None if self._member is None else ranks)
+        self._ranks = None if self._member is None else ranks
+        clear_failures(self._log_dir, self._ranks)
         environ = self._environ | ({} if self._member is None else self._member.begin())
         self._kill_at = self._hang = None
         if self._supervisor is not None:

@@ -47,7 +47,8 @@ NEXT: dict[Kind, str] = {
     "dead_peer": "see why that process ended: the logs of its host, `dmesg` there",
     "straggler": "look at {place}: it waits for something, or computes for longer than any step before;"
     " guard.{limit} says how long to wait",
-    "network": "see whether the ranks reach each other (firewall, interface, switch): `allranks doctor` on each host",
+    "network": "see whether the ranks reach each other (firewall, interface, switch): `allranks doctor` on each host;"
+    " over NCCL a GPU that still computes looks the same (nvidia-smi)",
     "stuck": "look at {place}; guard.{limit} says how long to wait",
 }
 

@@ -22,6 +22,7 @@ _TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout: (?P<work>WorkNCCL\(.*?\)) ran for (?P<milliseconds>\d+)"
 )
 _EXCEPTION = re.compile(r"watchdog thread terminated with exception: (?P<what>[^\n]+)")
+_TOLD = re.compile(r"Terminating the process after attempting to dump debug info, due to (?P<what>[^\n]+?)\.?(\n|$)")
 _STUCK = re.compile(r"watchdog got stuck for (?P<seconds>\d+) seconds")
 
 
@@ -66,6 +67,9 @@ class NcclAborts:
         if (found := _STUCK.search(said)) is not None:
             what = f"ended by NCCL's monitor: for {found['seconds']} s Python's lock was held, or CUDA hung"
             return _failure(ended, what, TRANSIENT)
+        if (found := _TOLD.search(said)) is not None:
+            # The monitor's, where another rank's watchdog has left its word in the store.
+            return _failure(ended, f"ended by NCCL's monitor: {found['what']}", TRANSIENT, consequence=True)
         return None
 
 

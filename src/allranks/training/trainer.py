@@ -131,16 +131,19 @@ class Trainer:
             self._stopwatch.mark("input")
             while batch is not None and before is not None and older is not None:
                 told = older if self._lag else before
+                began = time.perf_counter()
                 agreed = self._read(told, batch.step - self._lag)
+                # Where the host runs ahead it waits here for the step before, and nowhere else: that is a step's time.
+                waited = self._lag * (time.perf_counter() - began)
                 self._clock.hear(told, agreed)
                 self._rollbacks.hear(before)
                 self._guard(agreed, batch.step - self._lag - 1, done)
                 reason = self._stop(agreed, before, batch)
                 if reason is not None:
                     return self._end(reason, batch.step)
-                started = time.perf_counter()
+                started = time.perf_counter() - waited
                 self._heart.hold(batch.step + 1, batch.position, batch.size)
-                self._heart.begin_step()
+                self._heart.begin_step(waited)
                 fault_points.begin_step(batch.step + 1)
                 self._skips.remember(batch, before)
                 self._rollbacks.remember(batch)

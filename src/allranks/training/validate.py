@@ -35,6 +35,7 @@ def validate(session: Session, progress: Callable[[], None] = lambda: None) -> d
         workers=session.config.data.workers,
         count_targets=session.count_targets,
         draws=draws(session.validation),
+        pin=session.processes.device.type == "cuda",
     )
     with nullcontext() if session.ema is None else session.ema.in_place():
         return evaluate(session.forward, _tell_each(batches, progress), session.processes.mesh.sample_group)

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -317,6 +318,31 @@ def test_a_step_stands_in_the_journal_before_it_is_saved(pool: Pools, tmp_path: 
         return found
 
     assert pool(1).run(case) == [[(1, 1), (2, 2), (3, 3), (4, 4)]]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_step_takes_as_long_as_the_device_does_also_where_the_host_runs_ahead(
+    pool: Pools, tmp_path: Path, lag: int
+) -> None:
+    """As on CUDA, where the host waits for the step before once it has told of the last one."""
+
+    def case() -> None:
+        with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+            model, optimizer, stream = prepared(world)
+            loop: Any = world._loop
+            loop._lag, is_over = lag, loop._is_over
+
+            def wait(lag: int) -> bool:
+                time.sleep(0.2)
+                return bool(is_over(lag))
+
+            loop._is_over = wait
+            for batch in stream:
+                train_on(world, model, optimizer, batch)
+
+    pool(1).run(case)
+    first, *others = [step["seconds"] for step in Run.open(tmp_path / "run").steps()]
+    assert len(others) == 3 and first < 0.2 and all((seconds > 0.2) == bool(lag) for seconds in others)
 
 
 def test_numbers_of_the_users_stand_in_the_line_of_their_step(pool: Pools, tmp_path: Path) -> None:

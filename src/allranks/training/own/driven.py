@@ -110,7 +110,7 @@ class Driven:
             shared = share_batch(batch, spread)
             flops = count_flops(forward, shared, 1)
             what = "the first micro-batch"
-            whole = compare_whole(forward, shared, 0, flops or 0.0, what=what)
+            whole = compare_whole(forward, shared, 0, flops, what=what)
         self._decide(whole)
         if whole.what == UNCOMPARED:
             self._check_positions(batch)

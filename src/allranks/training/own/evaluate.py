@@ -59,6 +59,7 @@ def evaluate_own(ground: Ground, step: OwnStep, dataset: Any, measure: Measure, 
         dp_rank=mesh.dp_rank,
         seed=ground.config.train.seed,
         draws=draws(dataset),
+        pin=ground.device.type == "cuda",
         **loading,
     )
 

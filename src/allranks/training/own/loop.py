@@ -39,8 +39,7 @@ class OwnLoop:
 
     def __init__(self, ground: Ground, step: OwnStep, order: DataStream, make_loader: Callable[[], Loader]) -> None:
         self.order = order
-        self.done = 0
-        self.exit_code = 0
+        self.done = self.exit_code = 0
         self._ground = ground
         self._step = step
         self._make_loader = make_loader
@@ -50,8 +49,7 @@ class OwnLoop:
         self._saver: Saver | None = None
         self._every: int | None = None
         self._active: Generator[Any, None, None] | None = None
-        self._ended = False
-        self._inside = False
+        self._ended = self._inside = False
         self._finished: FinishedStep | None = None
         self._told = True
         self._logged: dict[str, float | torch.Tensor] = {}
@@ -203,9 +201,11 @@ class OwnLoop:
                         yield self._ground.place(step.give(index).batch)
                         step.take_back()
                     self._end_step()
+                    began = time.perf_counter()
                     if self._is_over(self._lag):
                         break
-                    started, batch = time.perf_counter(), coming if self._sharded else next(loader, None)
+                    started = began if self._lag else time.perf_counter()  # a host that runs ahead waits in there
+                    batch = coming if self._sharded else next(loader, None)
         finally:
             self._leave()
 

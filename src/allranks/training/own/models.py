@@ -40,8 +40,11 @@ class Start:
     @staticmethod
     def sums_of(spread: Spread) -> dict[str, tuple[float, float]]:
         """As they are now."""
-        parts = {name: spread.local(name).double() for name in spread.map}
-        return {name: (float(part.sum()), float(part.square().sum())) for name, part in parts.items()}
+        found = {}
+        for name in spread.map:
+            part = spread.local(name).double()  # one at a time: all of them are twice the model in float32
+            found[name] = float(part.sum()), float(part.square().sum())
+        return found
 
     def is_untouched(self, spread: Spread) -> bool:
         """Whether the spread model has the values that it had."""
