@@ -1,5 +1,6 @@
 """Over gloo other operations do the work of gather and reduce-scatter: to the same values."""
 
+import importlib
 from typing import Any
 from unittest import mock
 
@@ -74,6 +75,39 @@ def test_fsdp_finds_the_same_gradients(pool: Pools) -> None:
         assert len(theirs) == len(ours) == 4
         for one, other in zip(theirs, ours, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def _as_on_gpus_over_gloo() -> tuple[list[str], list[float], list[float]]:
+    """In a worker: the sums that torch's own reduce-scatter is asked for, and a mean gradient beside the true one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layer = torch.nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        layer.weight.zero_()
+    fully_shard(layer, mesh=mesh)
+    asked: list[str] = []
+    own: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives").DefaultReduceScatter
+    real = own.__call__
+
+    def reduce_scatter(self: Any, *given: Any, **named: Any) -> Any:
+        asked.append(str(named["op"]))
+        return real(self, *given, **named)
+
+    with mock.patch("allranks.parallel.gloo_ops.is_gloo", lambda *_: False):
+        gather_through_gloo(layer, mesh)
+    x = torch.full((1, 4), float(dist.get_rank() + 1))
+    with mock.patch.object(own, "__call__", reduce_scatter):
+        layer(x).sum().backward()
+    gradient = layer.weight.grad
+    assert isinstance(gradient, DTensor)
+    mean = sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()
+    return asked, gradient.full_tensor().flatten().tolist(), [mean] * 16
+
+
+def test_a_gpus_gradients_over_gloo_are_summed_and_divided_by_fsdp_itself(pool: Pools) -> None:
+    """Torch's gloo may sum where a mean is asked for (pytorch issue 162338), and says nothing."""
+    for asked, found, expected in pool(2).run(_as_on_gpus_over_gloo):
+        assert asked and all("SUM" in op for op in asked)
+        assert found == expected
 
 
 def _chain(

@@ -133,6 +133,11 @@ def gather_through_gloo(
     """
     group = mesh.get_group(mesh.ndim - 1)
     if not is_gloo(group, mesh.device_type) or mesh.size() == 1:
+        if dist.get_backend(group) == dist.Backend.GLOO:
+            # A GPU's tensors: torch's own gloo may sum where a mean is asked for (pytorch issue 162338).
+            for member in module.modules():
+                if isinstance(member, FSDPModule):
+                    member.set_force_sum_reduction_for_comms(True)
         return None
     lines = {} if path is None else open_lines(module, mesh)
     if path is not None and path.wait is wait_plainly:
