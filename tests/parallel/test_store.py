@@ -3,8 +3,9 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -13,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from allranks.errors import ProcessError
 from allranks.parallel import store as module
-from allranks.parallel.store import listen, open_store
+from allranks.parallel.store import agree_on_word, listen, open_store, serve
 from allranks.process_environment import ProcessEnvironment
 
 FIRST = ProcessEnvironment("environment", 0, 0, 2, 2, master_addr="127.0.0.1")
@@ -92,6 +93,62 @@ def test_what_a_watchdog_left_in_the_agents_store_ends_no_later_attempt() -> Non
     assert bare.check(["exception_dump"]), "another world's store is left as it is"
     open_store(replace(second, agent_store=True, restart_count=1), connect_seconds=20, timeout_seconds=20)
     assert not bare.check(["exception_dump"]) and bare.check(["of the agent"])
+
+
+def agreed(served: Any, world_size: int, seconds: float = 20.0, ranks: Sequence[int] | None = None) -> list[str]:
+    """The word of each rank, or what it was refused with."""
+    found: dict[int, str] = {}
+
+    def meet(rank: int) -> None:
+        try:
+            found[rank] = agree_on_word(served, rank, world_size, seconds)
+        except ProcessError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks or range(world_size)]
+    for thread in reversed(threads):
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in sorted(found)]
+
+
+def test_processes_of_one_attempt_share_a_word_that_no_other_attempt_has() -> None:
+    """Whoever came before has left asks, answers and all else there, and the next world may have other ranks."""
+    served = HashStore()
+    words = []
+    for world_size in (3, 4, 2, 1):
+        word, *others = agreed(served, world_size)
+        assert others == [word] * (world_size - 1)
+        words.append(word)
+    assert len(set(words)) == 4
+    assert agreed(served, 3, 0.3, ranks=[0, 1])[0] == "rank 2 did not come to the launcher's store within 0 s"
+    (alone,) = agreed(HashStore(), 2, 0.3, ranks=[1])
+    assert alone == "rank 0 did not come to the launcher's store within 0 s"
+
+
+def test_restarted_ranks_of_several_nodes_read_nothing_of_the_last_attempt() -> None:
+    served = serve(listen("127.0.0.1", 0), "127.0.0.1", timedelta(seconds=20))  # the launcher's
+    port = served.port
+    found: dict[tuple[int, int], list[bool]] = {}
+    ends = [replace(one, master_port=port, agent_store=True, num_nodes=2) for one in (FIRST, SECOND)]
+
+    def come(attempt: int, environment: ProcessEnvironment) -> None:
+        store = open_store(environment, connect_seconds=20, timeout_seconds=20)
+        seen = [store.check([f"address of {rank}"]) for rank in (0, 1) if rank != environment.rank]
+        store.set(f"address of {environment.rank}", str(attempt))
+        other = 1 - environment.rank
+        found[attempt, environment.rank] = [*seen, store.get(f"address of {other}") == str(attempt).encode()]
+
+    for attempt in (1, 2):
+        module._opened.clear()  # processes that start anew
+        threads = [threading.Thread(target=come, args=(attempt, one)) for one in ends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found.keys() == {(1, 0), (1, 1), (2, 0), (2, 1)} and all(one[-1] for one in found.values())
 
 
 def test_a_port_in_use_is_named_with_the_next_move(taken: int) -> None:

@@ -7,6 +7,7 @@ while it retries; here it starts only when somebody listens, and has a limit.
 import contextlib
 import errno
 import ipaddress
+import secrets
 import socket
 import threading
 import time
@@ -51,7 +52,40 @@ def open_store(environment: ProcessEnvironment, *, connect_seconds: float, timeo
     _opened[(environment.rank, *place)] = number + 1
     if environment.num_nodes == 1:
         store = PrefixStore(f"attempt-{environment.restart_count}", store)
+    elif environment.agent_store:  # agents of several nodes need not have started their workers equally often
+        store = PrefixStore(agree_on_word(store, environment.rank, environment.world_size, timeout_seconds), store)
     return PrefixStore(f"world-{number}", store) if number else store
+
+
+def agree_on_word(store: Store, rank: int, world_size: int, seconds: float) -> str:
+    """A word that the processes which are here now share, and none that was before them; collective.
+
+    The launcher's store outlives them, and what others have left stands in it. So each rank asks with a word of its
+    own, and rank 0 answers whoever asks until all have heard it.
+
+    Raises:
+        ProcessError: somebody did not come within `seconds`.
+    """
+    word, deadline = secrets.token_hex(8), time.monotonic() + seconds
+    if rank:
+        store.set(f"asks/{rank}", word)
+        try:
+            store.wait([f"answers/{word}"], timedelta(seconds=seconds))
+        except RuntimeError as error:  # torch's DistStoreError is one
+            raise ProcessError(f"rank 0 did not come to the launcher's store within {seconds:.0f} s") from error
+        found = store.get(f"answers/{word}").decode()
+        store.set(f"heard/{found}/{rank}", "")
+        return found
+    missing = list(range(1, world_size))
+    while missing:
+        for asking in missing:
+            if store.check([f"asks/{asking}"]):
+                store.set(f"answers/{store.get(f'asks/{asking}').decode()}", word)
+        missing = [asking for asking in missing if not store.check([f"heard/{word}/{asking}"])]
+        if missing and time.monotonic() > deadline:
+            raise ProcessError(f"rank {missing[0]} did not come to the launcher's store within {seconds:.0f} s")
+        time.sleep(RETRY_SECONDS / 5 if missing else 0.0)
+    return word
 
 
 def _serve(environment: ProcessEnvironment, timeout: timedelta) -> TCPStore:
