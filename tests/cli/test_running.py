@@ -304,6 +304,31 @@ def test_torchrun_with_two_agents_on_one_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_worker_of_two_agents_is_killed_and_all_start_again(tmp_path: Path) -> None:
+    """torchrun's store outlives the attempt, with the addresses of its processes."""
+    endpoint, run = f"127.0.0.1:{free_port()}", tmp_path / "run"
+    arguments = ("train", POINTS, *QUICK, "task.pause=0.1", "checkpoint.every=2", "--layout", "ddp", "--run-dir", "run")
+    launch = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=t")
+    command = [sys.executable, "-m", "torch.distributed.run", *launch, f"--rdzv-endpoint={endpoint}"]
+    agents = [
+        subprocess.Popen(
+            [*command, "-m", "allranks", *arguments], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        wait_for(lambda: (run / "run.json").is_file() and len(steps(run)) >= 4, "four steps", seconds=60.0)
+        os.kill(worker_pids(run)[1], signal.SIGKILL)
+        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert list(steps(run)) == list(range(1, 21)) and Run.open(run).attempts >= 2
+
+
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
 def test_mpirun_starts_the_processes(tmp_path: Path) -> None:
     launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "3"]
