@@ -75,6 +75,7 @@ def check_end(run: Path, folder: Path) -> None:
     assert left_of(Run.open(run).id) == []
 
 
+@pytest.mark.full
 def test_a_lost_host_takes_no_step_of_memory_along(tmp_path: Path) -> None:
     with two_hosts(tmp_path) as (found, first, second):
         lose(found.run, second)

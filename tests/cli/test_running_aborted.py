@@ -68,6 +68,7 @@ def test_of_a_wait_in_vain_the_newest_attempt_is_compared_and_nobody_accused_who
     assert "SeqNum=42" in Run.open(tmp_path / "run").log(1).read_text().splitlines()[line - 1]
 
 
+@pytest.mark.full
 def test_of_an_error_after_a_wait_in_vain_the_error_alone_is_told(tmp_path: Path) -> None:
     found = explain_attempts(tmp_path, "wwww", "ssfs", code=1)
     assert found["crash"].what.endswith("ValueError: the user's own mistake") and "rank 2" in found["crash"].what

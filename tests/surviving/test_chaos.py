@@ -66,6 +66,7 @@ def test_a_thousand_kills(tmp_path: Path, record_property: Record, part: int) ->
     record(record_property, document)
 
 
+@pytest.mark.full
 def test_connections_that_are_cut_at_every_point_cost_a_restart_each(tmp_path: Path) -> None:
     document = trial(tmp_path, "train.steps=90", "--points", "*:disconnect", kills=EVERY_POINT)
     assert document["recovered"] == EVERY_POINT and document["restarts"] >= EVERY_POINT - 1  # type: ignore[operator]

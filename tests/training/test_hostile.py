@@ -399,6 +399,7 @@ def read_all(run: Path) -> dict[str, tuple[int, str]]:
     return {" ".join(map(str, one[:2])) + f" {len(one)}": command(*one) for one in words}
 
 
+@pytest.mark.full
 def test_whatever_stands_in_a_run_its_readers_end_with_an_answer_or_a_line(pool: Pools, tmp_path: Path) -> None:
     folder = fill(tmp_path / "runs", RUN_CASES, ".")
     (found,) = pool(1).run_alone(watch, folder, list(RUN_CASES), read_all, AS_ANY_RUN, timeout=300.0)
