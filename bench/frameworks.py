@@ -42,11 +42,11 @@ ZERO = Mechanisms(
     gather_bytes=2, reduce_bytes=2, overlap_data=0.0, attention_dropout=True, bucket_bytes=2e9, messages=12,
 )  # fmt: skip
 # Since (overlap_comm, and blocks fetched ahead as one; stage3_prefetch_bucket_size) its users' models are Hugging
-# Face's, with FlashAttention-2 and torch's own elementwise kernels.
+# Face's, with FlashAttention-2 and torch's own elementwise kernels. Its hooks at every module hold the host up: short
+# samples of a 1.8B model take as long as 1024 positions.
 LATER_ZERO = replace(
     ZERO, fused_attention=True, attention_dropout=False, fusion=1.0, overlap_data=0.9, messages=1, bucket_bytes=0.0,
-    logits_copies=3.0,
-    dispatch_seconds=1.5e-4,
+    logits_copies=3.0, dispatch_seconds=1.5e-4,
 )  # fmt: skip
 LATER_DEEPSPEED = replace(
     DEEPSPEED, fused_attention=True, attention_dropout=False, fusion=1.0, overlap_data=0.5, dispatch_seconds=8e-6,
@@ -67,6 +67,7 @@ NORM_BY_HAND = re.compile(rf"{'|'.join(ADAPTED)}|(rms)?norm not fused|unfused (r
 BEFORE_FLASH = ("V100", "A100", "A800")
 """GPU generations on which Megatron-LM, NeMo and DeepSpeed trained GPTs before they had FlashAttention (2022)."""
 NO_FLASH = re.compile(r"\b(no|without) flash")
+"""In a source's words: attention wrote its scores."""
 LOW_STATES = re.compile(
     r"(param|weight|gradient|state|optim|adam|momen)[^.;]*\b(kept|held|stored)?\s*in bf16|bf16 \(param"
     r"|pure (bf16|fp16)|(bf16|fp16) \(weights, pure|torch_dtype b?float16"

@@ -146,16 +146,8 @@ def setting_of(row: Row) -> Setting | None:
 
 
 def _offload_of(parallel: Mapping[str, Any]) -> str:
-    activations, parameters = bool(parallel.get("activation_offload")), bool(parallel.get("cpu_offload"))
-    return (
-        "all"
-        if activations and parameters
-        else "activations"
-        if activations
-        else "parameters"
-        if parameters
-        else "none"
-    )
+    activations = "activations" if parallel.get("activation_offload") else "none"
+    return activations if not parallel.get("cpu_offload") else "parameters" if activations == "none" else "all"
 
 
 def recompute_of(row: Row) -> Recompute:
@@ -227,8 +219,9 @@ def memory_of(row: Row, cost: Cost) -> tuple[float | None, float]:
 def rows_of(document: Mapping[str, Any]) -> Iterator[Row]:
     """Every row of a file; the single-node table's too, written out as rows."""
     yield from document["rows"]
-    if "rows" in document.get("memory_only", {}):  # of the same kind, without a time
-        yield from document["memory_only"]["rows"]
+    untimed = document.get("memory_only")
+    if isinstance(untimed, Mapping) and isinstance(untimed.get("rows"), list):  # of the same kind, without a time
+        yield from untimed["rows"]
     table = document.get("single_node_a100")
     if not table:
         return

@@ -301,6 +301,9 @@ def test_rows_without_a_time_are_judged_by_memory_and_fit(tmp_path: Path) -> Non
     file.write_text(json.dumps({"rows": [timed], "memory_only": {"rows": [untimed, out]}}))
     said = json.loads(bench("plan_accuracy", str(file), "--json"))["all"]
     assert (said["rows"], said["memory_rows"], said["out_of_memory"]) == (3, 1, 1)
+    for odd in (3, [untimed], {"rows": {"24B": [1.0]}}):  # another file's own notes
+        file.write_text(json.dumps({"rows": [timed], "memory_only": odd}))
+        assert json.loads(bench("plan_accuracy", str(file), "--json"))["all"]["rows"] == 1
 
 
 def test_the_constants_are_what_the_fit_finds(tmp_path: Path) -> None:

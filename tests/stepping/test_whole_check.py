@@ -1,6 +1,7 @@
 """A cut model that computes something else than the whole one is found before the first step."""
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -198,7 +199,7 @@ def start_where_a_processor_cannot(elsewhere: bool) -> Any:
     def refuse(*_: Any) -> Any:
         raise NotImplementedError("no backward on CPU\nand more")
 
-    with patch.object(whole_check, "_whole", refuse), patch.object(whole_check, "is_elsewhere", lambda _: elsewhere):
+    with patch.object(whole_check, "_whole", refuse), patch.object(whole_check, "is_gpu", lambda _: elsewhere):
         if elsewhere or dist.get_rank() == 0:
             return start(Tiny(kind="transformer"), "tp=2", "float32")
 
@@ -213,7 +214,17 @@ def test_what_a_processor_cannot_run_is_not_compared_and_no_rank_waits(pool: Poo
 
 
 def test_a_run_on_processors_leaves_no_error_of_the_whole_model_out() -> None:
-    assert not whole_check.is_elsewhere(torch.device("cpu")) and whole_check.is_elsewhere(torch.device("cuda", 1))
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError("no backward on CPU\nand more")
+
+    def tried(device: str) -> Any:
+        forward = SimpleNamespace(spread=SimpleNamespace(device=torch.device(device)))
+        with patch.object(whole_check, "_whole", refuse):
+            return whole_check._try_whole(forward, None, 0)
+
+    assert tried("cuda:1") == "NotImplementedError: no backward on CPU"
+    with pytest.raises(NotImplementedError):
+        tried("cpu")
 
 
 def start_uncounted(largest: float) -> Any:

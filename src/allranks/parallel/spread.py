@@ -35,7 +35,7 @@ UNCUT = "replicate"
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether sums may come out in another order each time."""
+    """Whether it is no processor: what runs may not run on one, and sums may come out in another order each time."""
     return device.type != "cpu"
 
 

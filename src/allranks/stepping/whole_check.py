@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import LayoutError
 from allranks.parallel.pipeline import Payload
-from allranks.parallel.spread import Spread
+from allranks.parallel.spread import Spread, is_gpu
 from allranks.parallel.stage_transport import signature_of
 from allranks.parallel.whole import WholeGradients, square_of, whole_gradients
 from allranks.stepping.alike import everyones
@@ -184,14 +184,9 @@ def _try_whole(forward: Forward, batch: Any, seed: int) -> WholeGradients | str:
     try:
         return _whole(forward, batch, seed)
     except Exception as error:
-        if not is_elsewhere(forward.spread.device):
+        if not is_gpu(forward.spread.device):
             raise
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-
-
-def is_elsewhere(device: torch.device) -> bool:
-    """Whether the run's device is no processor, as that of the comparison is."""
-    return device.type != "cpu"
 
 
 @contextmanager
@@ -214,9 +209,8 @@ def _float32_products(device: torch.device) -> Iterator[None]:
 
 def _whole(forward: Forward, batch: Any, seed: int) -> WholeGradients:
     task, precision = forward.task, forward.spread.precision
-    batch = pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor.cpu(), batch
-    )  # a loop's own lies where the ranks compute
+    # That of a loop lies where the ranks compute.
+    batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), batch)
     placed, squares = precision.cast_inputs(batch), list[torch.Tensor]()
 
     def loss_of(module: torch.nn.Module) -> torch.Tensor:
