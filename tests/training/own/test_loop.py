@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import allranks
+from allranks import task_world
 from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
@@ -273,6 +274,25 @@ def test_an_error_saves_nothing_and_is_told(pool: Pools, tmp_path: Path) -> None
     )
     assert [step["step"] for step in Run.open(tmp_path / "run").steps()] == [1, 2]
     assert Run.open(tmp_path / "run").holder() is None
+
+
+def test_a_world_that_an_error_has_ended_surrounds_nothing_more(pool: Pools, tmp_path: Path) -> None:
+    """A forward that was under way ends with its world, not when the error is forgotten, inside a later one."""
+
+    def case() -> bool:
+        def fail() -> None:
+            with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+                for _ in prepared(world)[2]:
+                    assert not isinstance(task_world._ROWS.get(), task_world.Alone)
+                    raise ValueError("the user's")
+
+        with pytest.raises(ValueError, match="the user's") as told:
+            fail()
+        alone = isinstance(task_world._ROWS.get(), task_world.Alone)
+        del told  # which has held the world until here
+        return alone
+
+    assert pool(1).run(case) == [True]
 
 
 def test_what_is_saved_and_when(pool: Pools, tmp_path: Path) -> None:

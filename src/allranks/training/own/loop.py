@@ -161,6 +161,7 @@ class OwnLoop:
         """Close the Run, after an error too."""
         if self._active is not None:
             self._active.close()
+        self._step.leave()
         for stops in self._stops:
             stops.restore()
         if self.logbook is not None:
@@ -187,7 +188,6 @@ class OwnLoop:
                 stops.restore()
 
     def _steps(self) -> Generator[Any, None, None]:
-        step = self._step
         self._ground.stopwatch.mark("other")
         try:
             with self._make_loader() as loader:
@@ -195,11 +195,11 @@ class OwnLoop:
                 while batch is not None:
                     coming = next(loader, None) if self._sharded else None
                     more = 1 if not self._sharded else 0 if coming is None else coming.local_size
-                    step.begin(batch, more, started, self.order.steps_total)
+                    self._step.begin(batch, more, started, self.order.steps_total)
                     self._inside = True
                     for index in range(len(batch.micro_steps)):
-                        yield self._ground.place(step.give(index).batch)
-                        step.take_back()
+                        yield self._ground.place(self._step.give(index).batch)
+                        self._step.take_back()
                     self._end_step()
                     began = time.perf_counter()
                     if self._is_over(self._lag):

@@ -6,7 +6,7 @@ The same parts as `stepping`: only who calls forward differs, and that the targe
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -111,11 +111,8 @@ class OwnStep:
 
     def take_back(self) -> None:
         """The user's code asks for more: has it done its part? Raises TaskError."""
-        turn = self._turn
-        if turn is not None and turn.state == "given":
-            raise TaskError(f"the next batch was asked for, but {self._models.backward_call} of this one never came")
-        if turn is not None and turn.last and turn.state != "stepped":
-            raise TaskError("the next batch was asked for, but world.step(optimizer) of the last one never came")
+        if self._turn is not None:
+            self._turn.check_done(self._models.backward_call)
         self._stopwatch.mark("other")
 
     def backward(self, loss: torch.Tensor, targets: int) -> None:
@@ -175,12 +172,7 @@ class OwnStep:
     def step(self, optimizers: Optimizers, max_norm: float | None) -> FinishedStep | None:
         """After the step's last micro-batch: agree, divide once, clip, update (law 3); else None; collective."""
         turn = self._out("world.step()")
-        if turn.state == "given":
-            raise TaskError(f"world.step() came before {self._models.backward_call} of this batch")
-        if turn.state == "stepped":
-            raise TaskError(
-                "world.step() was called twice in a step: a world has one optimizer; several need a Task with a `step`"
-            )
+        turn.check_ready(self._models.backward_call)
         if not turn.last:
             return None
         self._models.trained.check_reduced()
@@ -224,8 +216,7 @@ class OwnStep:
         turn = self._turn
         if turn is not None and not self.between_steps:
             spread = self._models.trained
-            with suppress(GeneratorExit), turn.forward:
-                raise GeneratorExit  # it ends as by an error: what its end has the ranks exchange is not wanted
+            turn.leave()
             spread.forget_gradients(halfway=turn.last and turn.state == "given")
             assert self._guard is not None
             self._guard.abandon()
@@ -237,6 +228,11 @@ class OwnStep:
             self._staged.forget()
         self._turn, self._batch, self.weight = None, None, 1
         self._reset()
+
+    def leave(self) -> None:
+        """The world is left: end what still surrounds a forward, before the next world begins; not collective."""
+        if self._turn is not None:
+            self._turn.leave()
 
     def _given(self, call: str) -> Turn:
         turn = self._out(f"world.{call}()")

@@ -1,12 +1,13 @@
 """Where an own loop stands: the micro-batch that is out, and what is told of a step that is over."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from allranks.data.micro_step import MicroStep
+from allranks.errors import TaskError
 from allranks.observing.recorder import Value
 from allranks.stepping.agreement import Pending
 
@@ -54,3 +55,24 @@ class Turn:
     last: bool
     state: Literal["given", "backward", "stepped"] = "given"
     forward: ExitStack = field(default_factory=ExitStack)
+
+    def check_done(self, backward_call: str) -> None:
+        """The next batch is asked for: has the user's code done its part of this one? Raises TaskError."""
+        if self.state == "given":
+            raise TaskError(f"the next batch was asked for, but {backward_call} of this one never came")
+        if self.last and self.state != "stepped":
+            raise TaskError("the next batch was asked for, but world.step(optimizer) of the last one never came")
+
+    def check_ready(self, backward_call: str) -> None:
+        """`world.step` is called: is it its turn? Raises TaskError."""
+        if self.state == "given":
+            raise TaskError(f"world.step() came before {backward_call} of this batch")
+        if self.state == "stepped":
+            raise TaskError(
+                "world.step() was called twice in a step: a world has one optimizer; several need a Task with a `step`"
+            )
+
+    def leave(self) -> None:
+        """End its forward as an error does: what its end has the ranks exchange is not wanted; again: nothing."""
+        with suppress(GeneratorExit), self.forward:
+            raise GeneratorExit
