@@ -7,9 +7,10 @@ import pytest
 
 from allranks.checkpointing.host_memory import HostMemory, Record, distrust
 from allranks.run import Run
-from allranks.surviving.left_behind import is_newer, left_behind
+from allranks.surviving.left_behind import is_newer, left_behind, telling
 from allranks.units import format_bytes
 from tests.checkpointing.worlds import flip, header, save_alone
+from tests.commands import own_words
 
 
 @pytest.fixture
@@ -35,6 +36,15 @@ def test_what_the_disk_has_not_is_missed(run: Run, left: Path) -> None:
     assert left_behind(left, print) is not None and is_newer(left / "step-00000030", run, print), (
         "what is damaged replaces nothing"
     )
+
+
+def test_the_next_command_says_it_once_and_tests_of_other_runs_pass_over_it(
+    run: Run, left: Path, tmp_path: Path
+) -> None:
+    told = list[str]()
+    assert telling(told.append, "another")(left) and len(told) == 1
+    said = f"{told[0]}\nrefused\n"
+    assert own_words(said, tmp_path / "elsewhere") == "refused\n" and own_words(said, run.path) == said
 
 
 @pytest.mark.parametrize("least", [1, 1 << 33])

@@ -295,6 +295,24 @@ def test_a_world_that_an_error_has_ended_surrounds_nothing_more(pool: Pools, tmp
     assert pool(1).run(case) == [True]
 
 
+def test_the_journal_has_its_end_whatever_the_leaving_of_the_step_raises(pool: Pools, tmp_path: Path) -> None:
+    """After an error of the device, putting buffers back is one more error."""
+
+    def case() -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("the device's")
+
+        raised = pytest.raises(RuntimeError, match="the device's")
+        with raised, allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+            for _ in prepared(world)[2]:
+                loop: Any = world._loop
+                loop._step.leave = fail
+                raise ValueError("the user's")
+
+    pool(1).run(case)
+    assert [e["reason"] for e in Run.open(tmp_path / "run").events() if e["event"] == "end"] == ["failed"]
+
+
 def test_what_is_saved_and_when(pool: Pools, tmp_path: Path) -> None:
     def case(folder: str, first: bool) -> list[str | None]:
         with allranks.join(precision="float64", run=folder, keep=9) as world:

@@ -161,12 +161,12 @@ class OwnLoop:
         """Close the Run, after an error too."""
         if self._active is not None:
             self._active.close()
-        self._step.leave()
         for stops in self._stops:
             stops.restore()
         if self.logbook is not None:
             reason = "failed" if error is not None else "stopped" if self.exit_code else "done"
             self.logbook.close(reason, error, self._ground.stopwatch.totals())
+        self._step.leave()  # last: after an error of the device it may raise, and the journal has its end by then
 
     def _iterate(self) -> Generator[Any, None, None]:
         if self.exit_code:
