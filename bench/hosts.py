@@ -1,6 +1,6 @@
 """A host joins a run and is lost again: ours beside torchrun with torch.distributed.checkpoint.
 
-    python bench/hosts.py [--turns 5] [--quick] [--json]
+    python bench/hosts.py [--turns 5] [--way allranks] [--quick] [--json]
 
 Two commands on this machine are two hosts with one worker each, `--nodes 1:2` on both sides, the endpoint at the first
 one. Each turn is a run of its own. `joins` are the seconds from the start of the second command, beside a run that goes
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from recovering_runs import WAYS, Program, Watched, end
+from recovering_runs import Program, Watched, add_way, end
 
 PATIENCE_SECONDS = 120.0
 START_SECONDS = 180.0
@@ -148,9 +148,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one turn")
+    add_way(parser)
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
-    rows = [measure(way, 1 if chosen.quick else chosen.turns) for way in WAYS]
+    rows = [measure(way, 1 if chosen.quick else chosen.turns) for way in chosen.way]
     if chosen.json:
         print(json.dumps({"rows": rows}))
         return

@@ -1,6 +1,7 @@
 """An hour of random faults: what share of it ends as training (ETTR), ours beside torchrun with its checkpoints.
 
     python bench/hour_of_faults.py [--minutes 60] [--mean 60] [--nproc 2] [--seed 0] [--quick] [--json]
+                                   [--way allranks] [--kind agent]
 
 Both train a tiny model under DDP at the same time, each step sleeps 50 ms, a checkpoint every 20 steps. Each has faults
 of its own, `--mean` seconds apart on average (exponential), none before a step of the recovery before:
@@ -25,11 +26,12 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from recovering_runs import WAYS, Program, Watched, end
+from recovering_runs import Program, Watched, add_way, end
 
 KINDS = ("kill", "kill", "kill", "stop", "agent")
 PAUSE_SECONDS, SAVE_EVERY = 0.05, 20
@@ -44,11 +46,12 @@ class Trial(threading.Thread):
         document: what came of it, once it has ended.
     """
 
-    def __init__(self, way: str, nproc: int, seconds: float, mean: float, seed: int) -> None:
+    def __init__(self, way: str, nproc: int, seconds: float, mean: float, seed: int, kinds: Sequence[str]) -> None:
         super().__init__(name=way)
         self.document: dict[str, Any] = {}
         self._way, self._nproc, self._seconds, self._mean = way, nproc, seconds, mean
         self._draw = random.Random(f"{way} {seed}")
+        self._kinds = kinds
         self._faults: list[dict[str, Any]] = []
         self._restarted = 0
 
@@ -87,7 +90,7 @@ class Trial(threading.Thread):
             if time.time() >= deadline:
                 break
             watched.look()
-            before, kind = watched.processes, self._draw.choice(KINDS)
+            before, kind = watched.processes, self._draw.choice(self._kinds)
             step, at = watched.steps[-1].number, time.time()
             fault: dict[str, Any] = {"kind": kind, "at": at, "step": step}
             self._faults.append(fault)
@@ -139,10 +142,12 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a minute, a fault every 10 seconds")
+    add_way(parser)
+    parser.add_argument("--kind", nargs="+", choices=sorted(set(KINDS)), default=KINDS, help="all, unless named")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     minutes, mean = (1.0, 10.0) if chosen.quick else (chosen.minutes, chosen.mean)
-    trials = [Trial(way, chosen.nproc, minutes * 60, mean, chosen.seed) for way in WAYS]
+    trials = [Trial(way, chosen.nproc, minutes * 60, mean, chosen.seed, chosen.kind) for way in chosen.way]
     for trial in trials:
         trial.start()
     for trial in trials:

@@ -3,6 +3,7 @@
 Both train the same tiny model under DDP and save every few steps; `recovery.py` and `hour_of_faults.py` break them.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -17,6 +18,13 @@ from typing import Any
 import psutil
 
 WAYS = ("allranks", "torchrun")
+
+
+def add_way(parser: argparse.ArgumentParser) -> None:
+    """The option `--way`, whose value is always a list."""
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS, help="both, unless one is named")
+
+
 TASK = """
 import time
 import torch

@@ -1,6 +1,6 @@
 """From the kill of a worker to the next finished step: ours beside torchrun with torch.distributed.checkpoint.
 
-    python bench/recovery.py [--nproc 2] [--kills 100] [--quick] [--json]
+    python bench/recovery.py [--nproc 2] [--kills 100] [--way allranks] [--quick] [--json]
 
 A tiny model under DDP saves every five steps. Again and again a worker (each rank in turn) gets SIGKILL at a random
 moment, at least three steps after the recovery before; the seconds are those from the kill until rank 0 has finished a
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from recovering_runs import WAYS, Program, Watched, end
+from recovering_runs import Program, Watched, add_way, end
 
 PATIENCE_SECONDS = 60.0
 START_SECONDS = 180.0
@@ -77,10 +77,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="5 kills")
+    add_way(parser)
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     kills = 5 if chosen.quick else chosen.kills
-    rows = [measure(way, chosen.nproc, kills, chosen.seed) for way in WAYS]
+    rows = [measure(way, chosen.nproc, kills, chosen.seed) for way in chosen.way]
     if chosen.json:
         print(json.dumps({"nproc": chosen.nproc, "rows": rows}))
         return

@@ -139,3 +139,10 @@ def test_the_batch_of_the_first_step_is_the_one_that_is_rehearsed() -> None:
 
 def test_a_rank_that_is_rehearsed_is_not_said_to_be_none() -> None:
     assert not any("--ranks" in line for line in rehearse(question("1x2:cpu", "ddp", 0, 1)).unrehearsed)
+
+
+def test_the_broadcast_that_only_gpus_make_is_said_to_be_left_out() -> None:
+    def says(cluster: str, layout: str) -> bool:
+        return any(line.startswith("tp: the broadcast") for line in rehearse(question(cluster, layout, 0)).unrehearsed)
+
+    assert says("1x2:a100-80g", "tp=2") and not says("1x2:a100-80g", "ddp") and not says("1x2:cpu", "tp=2")

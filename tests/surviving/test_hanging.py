@@ -27,7 +27,8 @@ from tests.commands import (
 
 FAULTY = str(PROGRAMS / "faulty.py")
 QUICK = ("train.steps=30", "train.global_batch=8", "checkpoint.every=5", "guard.hang_seconds=3", "--nproc", "2")
-LIMITS = ("guard.stopped_seconds=2", "guard.input_seconds=4", "--layout", "ddp", "--run", "run")
+PATIENCE = ("guard.stopped_seconds=2", "guard.input_seconds=4", "guard.checkpoint_seconds=4")
+LIMITS = (*PATIENCE, "--layout", "ddp", "--run", "run")
 
 Record = Callable[[str, object], None]
 pytestmark = pytest.mark.distributed
@@ -42,6 +43,7 @@ pytestmark = pytest.mark.distributed
         pytest.param("SIGKILL", ["restart"], marks=pytest.mark.full),
         pytest.param("data", ["data", "restart"], marks=pytest.mark.full),
         pytest.param("lock", ["straggler", "restart"], marks=pytest.mark.full),
+        pytest.param("disk", ["disk", "restart"], marks=pytest.mark.full),
     ],
 )
 def test_a_fault_of_a_real_run(tmp_path: Path, record_property: Record, fault: str, kinds: list[str]) -> None:

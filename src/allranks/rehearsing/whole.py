@@ -34,6 +34,7 @@ UNREHEARSED = (
     "what is no part of a step: evaluation, checkpoints, copies in memory, sentinels",
 )
 WITH_A_HOST = "copies to and from the host: here each ends at once, there what waits for the link stays longer"
+OF_COPIES = "tp: the broadcast, on GPUs alone, of the gradients of what tp leaves whole (its bytes and its messages)"
 
 
 @final
@@ -84,6 +85,7 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         decisions=tuple(_describe(question, ranks)),
         unrehearsed=(
             *UNREHEARSED[0 if on_cuda else 3 :],
+            *((OF_COPIES,) if on_cuda and layout.tp > 1 else ()),
             *((WITH_A_HOST,) if layout.offload != "none" else ()),
             *_left_out(question),
         ),

@@ -1,10 +1,13 @@
 """Hosts that meet, in threads of one process; tests/cli/test_running_hosts.py has real commands."""
 
+import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -275,7 +278,10 @@ def test_a_host_that_falls_silent_is_lost_for_all(hosts: Hosts) -> None:
     assert leader.lost() is None
 
 
-def test_where_workers_have_lost_a_peer_a_short_silence_is_enough_and_the_rest_go_on_at_once(hosts: Hosts) -> None:
+def test_where_workers_have_lost_a_peer_a_short_silence_is_enough_and_the_rest_go_on_at_once(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.handler.LAST_CALL_SECONDS", 60.0)
     leader, other, silent = (hosts.company(nodes=3, least=1, host_seconds=60.0) for _ in range(3))
     hosts.together(*(one.next_rendezvous for one in (leader, other, silent)))
     places = {one.table.place_of(one._node): one for one in (leader, other, silent)}
@@ -292,7 +298,7 @@ def test_where_workers_have_lost_a_peer_a_short_silence_is_enough_and_the_rest_g
     began = time.monotonic()
     hosts.together(*(one.next_rendezvous for one in (leader, other)))
     assert len(leader.table.members) == 2 and silent._node not in leader.table.members
-    assert time.monotonic() - began < 20, "a cap; torch alone would keep the lost one for a minute"
+    assert time.monotonic() - began < 20, "a cap; nobody waits for the lost one, nor for the end of a last call"
 
 
 def test_who_was_suspected_and_lives_joins_again(hosts: Hosts) -> None:
@@ -362,6 +368,27 @@ def test_a_stranger_who_writes_ends_the_run_with_one_line(hosts: Hosts) -> None:
         wait_until(lambda one=one: fails(one.lost))  # type: ignore[misc]
     with pytest.raises(ProcessError, match=r"somebody without this run's secret writes at 127\.0\.0\.1"):
         leader.next_rendezvous()
+
+
+def test_a_flood_of_garbage_on_the_port_changes_nothing(hosts: Hosts) -> None:
+    """A thousand connections, a tenth of which stay open to the end, with what no client of the store would send."""
+    leader, other = hosts.company(nodes=2, least=1), hosts.company(nodes=2, least=1)
+    hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    draw, address = random.Random(0), (hosts.endpoint.host, hosts.endpoint.port)
+    words = (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x00" * 4096, b"\x85" + draw.randbytes(300), b"")
+    with ExitStack() as stay:
+        for number in range(1000):
+            flood = socket.create_connection(address, timeout=10)
+            with suppress(ConnectionError):
+                flood.sendall(words[number % len(words)] or draw.randbytes(number % 97))
+            if number % 10:
+                flood.close()
+            else:
+                stay.callback(flood.close)
+        assert leader.lost() is None and other.lost() is None
+        hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    assert leader.table == other.table and len(leader.table.members) == 2
+    assert all(line.endswith(" leads") for line in hosts.heard), hosts.heard
 
 
 def fails(call: Callable[[], object]) -> bool:

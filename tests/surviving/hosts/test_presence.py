@@ -46,6 +46,8 @@ def test_a_suspect_is_taken_for_lost_after_a_shorter_silence() -> None:
     assert found._reader.read(told).last_heartbeats[B] != LONG_AGO
     found.state = presence(a=SUSPECT_SECONDS - 1, b=SUSPECT_SECONDS + 1).state
     assert [found.suspect(node) for node in (A, B)] == [False, True]
+    found.await_survivors(A, (A, B))
+    assert found._reader.awaited == {A}, "before the state is read again"
     seen = found._reader.read(told).last_heartbeats
     assert seen[B] == LONG_AGO != seen[A]
 

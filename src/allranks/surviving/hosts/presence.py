@@ -62,7 +62,9 @@ class Presence:
 
     def _is_silent_for(self, node: _NodeDesc, seconds: float) -> bool:
         last = self.state.last_heartbeats.get(node)
-        return last is None or datetime.now(UTC) - last > timedelta(seconds=seconds)
+        if last is None or self._reader.is_taken_for_lost(node):
+            return True  # the state may have been read before it was: the next round shall not await it
+        return datetime.now(UTC) - last > timedelta(seconds=seconds)
 
     def living(self, nodes: Iterable[_NodeDesc]) -> set[_NodeDesc]:
         """Those of the hosts that are not silent."""

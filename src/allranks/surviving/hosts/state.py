@@ -45,6 +45,10 @@ class StateReader:
         if node in self._beats:
             self._lost[node] = self._beats[node][0]
 
+    def is_taken_for_lost(self, node: _NodeDesc) -> bool:
+        """Whether it is, and has given no other sign of life that was read here."""
+        return node in self._lost and self._lost[node] == self._beats[node][0]
+
     def read(self, value: Json) -> _RendezvousState:
         """torch's state from JSON whose seal was found right."""
         state = _RendezvousState()
@@ -65,7 +69,7 @@ class StateReader:
         known = self._beats.get(node)
         if known is None or known[0] != beat:
             known = self._beats[node] = (beat, self._clock())
-        if self._lost.get(node) == beat:
+        if self.is_taken_for_lost(node):
             return LONG_AGO
         return datetime.now(UTC) - timedelta(seconds=self._clock() - known[1])
 
