@@ -24,6 +24,7 @@ from tests.rehearsing.tasks import Calling, Layered, rehearsed
     [
         *(Layout(kind="placement"), Layout(kind="data_parallel")),
         *(Layout(dp_replicate=2, ddp_hook="bfloat16"), Layout(recompute="budget", compile="block")),
+        Layout(dp_replicate=2, local_sgd=8),
     ],
 )
 def test_layouts_without_a_rehearsal(layout: Layout) -> None:

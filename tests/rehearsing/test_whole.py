@@ -146,3 +146,9 @@ def test_the_broadcast_that_only_gpus_make_is_said_to_be_left_out() -> None:
         return any(line.startswith("tp: the broadcast") for line in rehearse(question(cluster, layout, 0)).unrehearsed)
 
     assert says("1x2:a100-80g", "tp=2") and not says("1x2:a100-80g", "ddp") and not says("1x2:cpu", "tp=2")
+
+
+@pytest.mark.parametrize("mode", ["none", "block"])
+def test_what_compiling_changes_is_said_not_to_be_counted(mode: str) -> None:
+    told = rehearse(question("1x2:cpu", f"ddp,compile={mode}", 0))
+    assert any("blocks run uncompiled" in line for line in told.decisions) == (mode == "block")
