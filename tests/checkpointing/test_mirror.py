@@ -89,6 +89,40 @@ def test_one_whose_manifest_is_damaged_is_the_oldest(mirror: Mirror, tmp_path: P
     assert [one.step for one in again.list_newest()] == [100, 200]
 
 
+@pytest.mark.parametrize("question", ["info", "size", "cat_file"])
+def test_what_is_not_answered_once_is_neither_gone_nor_old(mirror: Mirror, tmp_path: Path, question: str) -> None:
+    for step in (100, 200, 300):
+        mirror.bring(save_alone(tmp_path / "a", step))
+    again = Mirror(mirror.url, RUN)
+    real, failed = getattr(again._files, question), list[str]()
+
+    def answer(path: str, *rest: Any, **more: Any) -> Any:
+        if "00000300" in path and not failed:
+            failed.append(path)
+            raise ConnectionError("the line is dead")
+        return real(path, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(again._files, question, answer)
+        with pytest.raises(CheckpointError, match="cannot be listed: ConnectionError: the line is dead"):
+            again.prune(2)
+        assert failed
+        again.prune(2)
+    assert [one.step for one in again.list_newest()] == [300, 200]
+
+
+def test_what_could_not_be_seen_stays_while_this_process_brings_its_own(mirror: Mirror, tmp_path: Path) -> None:
+    for step in (900, 1000):
+        mirror.bring(save_alone(tmp_path / "a", step))
+    mirror.spares = True
+    for step in (10, 20, 30):
+        mirror.bring(save_alone(tmp_path / "b", step, header=header(step, generation=2)))
+        mirror.prune(2)
+    assert [one.step for one in mirror.list_newest()] == [30, 20, 1000, 900]
+    Mirror(mirror.url, RUN).prune(2)
+    assert [one.step for one in mirror.list_newest()] == [30, 20]
+
+
 def broken_after(mirror: Mirror, count: int) -> Callable[[], None]:
     """Let the `count`-th file be the last that is brought."""
     left = [count]

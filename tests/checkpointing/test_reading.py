@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,17 +55,34 @@ def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
 def test_who_comes_while_it_is_deleted_is_told(tmp_path: Path) -> None:
     (first,) = make(tmp_path, 100)
 
-    def delete(path: Path) -> None:
+    def rename(path: Path) -> Path:
         with (
             pytest.raises(CheckpointError, match="is being deleted: it is older than those that its run keeps"),
             held(path),
         ):
             raise AssertionError("nobody reads it now")
-        path.rename(tmp_path / "trash")
+        return path.rename(tmp_path / "trash")
 
-    assert unless_read(first, delete) == [first]
+    assert unless_read(first, rename) == tmp_path / "trash"
     with held(first), pytest.raises(CheckpointError, match="no such directory"):
         Checkpoint.open(first)
+
+
+def test_nothing_of_it_is_open_when_its_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of NFS gives an open file another name, and then its directory cannot be removed."""
+    unlink = os.unlink
+
+    def unlink_over_nfs(path: Any, *, dir_fd: int | None = None) -> None:
+        file = os.stat(path, dir_fd=dir_fd)
+        here = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        if any(os.path.exists(one) and os.path.samestat(os.stat(one), file) for one in here):
+            os.rename(path, f".nfs{os.path.basename(path)}", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        else:
+            unlink(path, dir_fd=dir_fd)
+
+    first, _ = make(tmp_path, 100, 200)
+    monkeypatch.setattr(os, "unlink", unlink_over_nfs)
+    assert prune(tmp_path, 1) == [first] and [path.name for path in tmp_path.iterdir()] == ["step-00000200"]
 
 
 def test_who_was_between_its_name_and_its_lock_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +104,7 @@ def test_nothing_is_written_so_a_read_only_checkpoint_is_held_too(tmp_path: Path
     before = sorted((path.name, path.stat().st_mtime_ns) for path in first.iterdir())
     first.chmod(0o555)
     with held(first):
-        assert unless_read(first, lambda path: pytest.fail("it is read")) == []
+        assert unless_read(first, lambda path: pytest.fail("it is read")) is None
     first.chmod(0o755)
     assert sorted((path.name, path.stat().st_mtime_ns) for path in first.iterdir()) == before
 
@@ -116,5 +134,5 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with held(first):
         pass
-    unless_read(first, lambda path: None)
+    unless_read(first, lambda path: path)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -51,6 +51,36 @@ def test_a_damaged_newest_one_is_replaced_by_the_mirrors(tmp_path: Path) -> None
         train(None, "train.steps=6", resume=run)
 
 
+def test_where_all_is_lost_and_the_mirror_cannot_be_asked_nothing_begins_anew(tmp_path: Path) -> None:
+    """Else its own checkpoints would soon replace the last ones that there are."""
+    run, url = tmp_path / "run", str(tmp_path / "mirror")
+    assert start("Curve", run, "train.steps=4", *OFTEN, f"checkpoint.mirror={url}") == 0
+    shutil.rmtree(run / "checkpoints")
+    away = mock.patch.object(Mirror, "list_newest", side_effect=CheckpointError("cannot be listed: the line is dead"))
+    with away, pytest.raises(CheckpointError, match=r"no checkpoint any more, and the mirror gives none: .*dead"):
+        train(None, "train.steps=6", resume=run)
+    assert mirrored(run, url) == [4, 2]
+    assert train(None, "train.steps=6", resume=run) == 0
+    assert events(run, "resume")[-1]["step"] == 4
+
+
+def test_a_mirror_that_could_not_be_asked_loses_nothing_to_a_run_that_goes_on(tmp_path: Path) -> None:
+    run, url = tmp_path / "run", str(tmp_path / "mirror")
+    assert start("Curve", run, "train.steps=6", *OFTEN, f"checkpoint.mirror={url}") == 0
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    real, asked = Mirror.list_newest, list[int]()
+
+    def away_at_first(mirror: Mirror) -> Any:
+        asked.append(1)
+        if len(asked) == 1:
+            raise CheckpointError("cannot be listed: the line is dead")
+        return real(mirror)
+
+    with mock.patch.object(Mirror, "list_newest", away_at_first):
+        assert train(None, "train.steps=5", "checkpoint.every=1", "checkpoint.keep=1", resume=run) == 0
+    assert events(run, "resume")[-1]["step"] == 4 and 6 in mirrored(run, url)
+
+
 @pytest.mark.distributed
 def test_all_ranks_read_what_the_first_has_fetched(pool: Pools, tmp_path: Path) -> None:
     run, url = tmp_path / "run", str(tmp_path / "mirror")

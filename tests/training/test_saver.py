@@ -138,7 +138,7 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
     told = list[str]()
     saver = Saver(contents, session.processes, CheckpointConfig(keep=1), tmp_path, "run", 1, told.append)
 
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, rename: object) -> None:
         raise CheckpointError(f"{path} cannot be deleted: Operation not permitted")
 
     with monkeypatch.context() as patch:

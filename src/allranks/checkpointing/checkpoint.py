@@ -178,18 +178,24 @@ def newest_good(
     return None, skipped
 
 
-def discard(path: Path) -> None:
+def discard(path: Path, rename: Callable[[Path], Path | None] | None = None) -> bool:
     """Delete a checkpoint so that no crash leaves half of one under its name: rename first, then delete.
+
+    Args:
+        rename: `set_aside`, or what may refuse that with None: then all stays, and False is returned.
 
     Raises:
         CheckpointError: it cannot be renamed or deleted.
     """
     try:
-        trash = set_aside(path)
+        trash = (rename or set_aside)(path)
+        if trash is None:
+            return False
         fault_points.reach("checkpoint.remove")
         shutil.rmtree(trash)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be deleted: {error.strerror or error}") from error
+    return True
 
 
 def set_aside(path: Path) -> Path:

@@ -47,6 +47,10 @@ class Mirror:
     """The checkpoints of one run in the place that `url` names.
 
     Every method raises CheckpointError, in one line, where the place refuses.
+
+    Attributes:
+        spares: what others than the newest attempt have brought stays, however old: this process could not see
+            beforehand what that is, and may have gone on without it.
     """
 
     def __init__(self, url: str, run: str) -> None:
@@ -62,6 +66,7 @@ class Mirror:
         self._files: Any = files
         self._root = f"{root.rstrip('/')}/{run}"
         self._generations: dict[str, int] = {}
+        self.spares = False
 
     def list_newest(self) -> list[Mirrored]:
         """What is committed there, newest first."""
@@ -95,6 +100,8 @@ class Mirror:
         with self._refusing("tidied"):
             newest = self.list_newest()
             kept = {found.name for found in newest[:keep]}
+            if self.spares:
+                kept |= {found.name for found in newest if found.generation != newest[0].generation}
             if keep_every is not None:
                 kept |= {found.name for found in newest if found.step % keep_every == 0}
             for _, name in self._names():
@@ -157,15 +164,19 @@ class Mirror:
         """What its manifest says; read once, for what has the name is never written over."""
         if name not in self._generations:
             path = f"{self._root}/{name}/{MANIFEST_FILE}"
-            self._generations[name] = -1
+            found = -1
             with suppress(CheckpointError, FileNotFoundError):
                 self._check_size(path)
-                manifest = parse_manifest(self._files.cat_file(path), f"{self.url}: {name}")
-                self._generations[name] = manifest.generation
+                found = parse_manifest(self._files.cat_file(path), f"{self.url}: {name}").generation
+            self._generations[name] = found  # not where the place refuses: it may have another answer the next time
         return self._generations[name]
 
     def _committed(self, name: str) -> bool:
-        return bool(self._files.exists(f"{self._root}/{name}/{COMMITTED_FILE}"))
+        try:
+            self._files.info(f"{self._root}/{name}/{COMMITTED_FILE}")
+        except FileNotFoundError:  # and nothing else: `exists` takes any error for an absence
+            return False
+        return True
 
     def _check_size(self, path: str) -> None:
         size = self._files.size(path)

@@ -41,17 +41,20 @@ def held(path: Path | str) -> Iterator[None]:
             os.close(descriptor)
 
 
-def unless_read(path: Path, delete: Callable[[Path], object]) -> list[Path]:
-    """Have a checkpoint deleted if nobody holds it; what went: itself, or nothing. Raises what `delete` raises."""
+def unless_read(path: Path, rename: Callable[[Path], Path]) -> Path | None:
+    """Have a checkpoint renamed if nobody holds it; its new name, or None. Raises what `rename` raises.
+
+    What is left of it is deleted afterwards, when this holds none of its files open: a client of NFS would keep such a
+    one under another name, and the directory could not be removed.
+    """
     file = path / COMMITTED_FILE
     descriptor = _open(file, os.O_RDWR)  # over NFS an exclusive lock wants the right to write
     if descriptor is None:
         descriptor = _open(file, os.O_RDONLY)
     try:
         if descriptor is not None and not _lock(descriptor, fcntl.LOCK_EX):
-            return []
-        delete(path)  # with the lock: who comes now finds that it is being deleted
-        return [path]
+            return None
+        return rename(path)  # with the lock: who comes now finds that it is being deleted
     finally:
         if descriptor is not None:
             os.close(descriptor)

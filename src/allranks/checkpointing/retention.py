@@ -73,7 +73,8 @@ def prune(
             continue
         if path not in leased and (run_id is None or not _is_of_another(path, run_id)):
             try:
-                gone += unless_read(path, discard)
+                if discard(path, lambda path: unless_read(path, set_aside)):
+                    gone.append(path)
             except CheckpointError as error:
                 refused.append(error)
     gone += collect_leftovers(directory, token, generation)

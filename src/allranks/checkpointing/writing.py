@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -76,6 +77,8 @@ def write_file(
 ) -> FileRecord:
     """Write a new safetensors file of `tensors` in this order, wait until it is on the disk, and say what was written.
 
+    Where that fails nothing of it stays: a disk that it has filled has room again for what else the run writes.
+
     Args:
         check: called before each piece, of a chunk at most; what it raises ends the writing.
         meanwhile: called once, when all is written and the disk still takes it; what it raises ends the writing.
@@ -87,6 +90,7 @@ def write_file(
     start, length, digest = 0, 0, hashlib.sha256()
     with (
         path.open("xb", buffering=1 << 20) as file,
+        _gone_on_error(path),
         ThreadPoolExecutor(1) as pool,
         _SyncBehind(file.fileno()) as behind,
     ):
@@ -112,6 +116,16 @@ def write_file(
         fault_points.reach("checkpoint.sync")
         os.fsync(file.fileno())
     return FileRecord(bytes=start, chunks=tuple(chunks))
+
+
+@contextmanager
+def _gone_on_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
 
 
 def _pieces(tensors: Sequence[tuple[Part, torch.Tensor]]) -> Iterator[tuple[memoryview, bool]]:

@@ -151,4 +151,6 @@ def _fetch(directory: Path, run: str, mirror: Mirror, nearer: Checkpoint | None)
                 return f"{fetched.path.name} came back from {mirror.url}", wrong
     except CheckpointError as error:
         wrong.append(str(error))
+    finally:
+        mirror.spares = bool(wrong)
     return "", wrong

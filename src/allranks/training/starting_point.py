@@ -32,6 +32,10 @@ def find_starting_point(
         memory: where copies lie in the memory of this host: whole, or with `hosts` this one's part; None: nowhere.
         hosts: which ranks share a memory, where several may have parts.
         tell: takes what was brought, what was wrong with newer ones, and the remedy.
+
+    Raises:
+        CheckpointError: there are some, and none is good; or all that were here are gone, and the mirror has none that
+            can be brought: to begin anew would replace there what it still has.
     """
     if hosts is not None:
         tell(*bring_copies(memory, run, processes, hosts), SEE_MEMORY)
@@ -53,4 +57,14 @@ def find_starting_point(
     if found is None:
         assert damaged is not None
         raise damaged
+    if found[0] is None and wrong and processes.share(processes.rank == 0 and has_saved(run)):
+        raise CheckpointError(
+            f"{run.checkpoints} has no checkpoint any more, and the mirror gives none: {wrong[0]}; {OPEN_MIRROR}, and "
+            "start again; checkpoint.mirror=none begins anew"
+        )
     return found
+
+
+def has_saved(run: Run) -> bool:
+    """Whether an attempt has brought a checkpoint to the disk, as the journal tells."""
+    return any(event["event"] == "checkpoint" and "tier" not in event for event in run.events())
