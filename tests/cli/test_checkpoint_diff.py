@@ -60,7 +60,7 @@ def test_both_stay_while_they_are_compared(
 
     def look(*checkpoints: Checkpoint) -> Comparison:
         for one in checkpoints:
-            assert unless_read(one.path, lambda path: pytest.fail(f"{path} is read")) == []
+            assert unless_read(one.path, lambda path: pytest.fail(f"{path} is read")) is None
             seen.append(one.path)
         return compare(*checkpoints)
 
