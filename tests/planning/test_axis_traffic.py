@@ -62,6 +62,14 @@ def test_logits_that_are_gathered_travel_once() -> None:
 def test_a_ring_hides_behind_its_attention() -> None:
     long = replace(SHAPE, seq=32768)
     assert traffic(long, cp=2).context == 0.0 < traffic(long, cp=2, ring=False).context
+
+    def brought_by(seq: int) -> float:
+        return 3 * all_gather_seconds(axes_of(WHERE, setting(cp=2)).context, 2 * 2.0 * seq * 4 * 128)
+
+    assert traffic(long, cp=2).context_hidden == pytest.approx(brought_by(32768))
+    short = traffic(replace(SHAPE, seq=256), cp=2)
+    assert short.context > 0.0 and short.context + short.context_hidden == pytest.approx(brought_by(256))
+    assert traffic(long, cp=2, ring=False).context_hidden == 0.0
     assert traffic(cp=2).context_bytes == 3 * (2 * 2.0 * 2048 * 4 * 128)
 
 

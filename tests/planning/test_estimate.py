@@ -100,6 +100,12 @@ def test_data_parallel_seconds_are_those_of_its_collective() -> None:
     assert got.time.data == pytest.approx(row.seconds - row.hidden_seconds)
 
 
+def test_a_ring_that_nobody_waits_for_takes_its_time_all_the_same() -> None:
+    got = of(dp_shard=16, cp=2)
+    (row,) = [row for row in got.traffic if row.axis == "cp"]
+    assert row.seconds > 0 and got.time.context == pytest.approx(row.seconds - row.hidden_seconds)
+
+
 def test_under_hsdp_each_link_has_its_own_traffic() -> None:
     """Who shares parameters stays inside a node, and the copies meet across them."""
     got = of(dp_replicate=4, dp_shard=8)

@@ -66,7 +66,10 @@ def axes_of(cluster: Cluster, setting: Setting) -> Axes:
 @final
 @dataclass(frozen=True, slots=True)
 class AxisTraffic:
-    """Seconds and bytes of forward and backward together; `collectives` of the forward."""
+    """Seconds and bytes of forward and backward together; `collectives` of the forward.
+
+    `context` are the seconds that are waited for, `context_hidden` those behind a ring's own attention.
+    """
 
     tensor: float = 0.0
     context: float = 0.0
@@ -75,6 +78,7 @@ class AxisTraffic:
     context_bytes: float = 0.0
     expert_bytes: float = 0.0
     collectives: int = 0
+    context_hidden: float = 0.0
 
 
 def axis_traffic(block: Block, setting: Setting, axes: Axes) -> AxisTraffic:
@@ -84,7 +88,7 @@ def axis_traffic(block: Block, setting: Setting, axes: Axes) -> AxisTraffic:
     same bytes (2205.05198). cp: keys and values go around the ring (2310.01889). ep: tokens to their experts and back
     (GShard 2006.16668), by all-to-all.
     """
-    tensor = tensor_bytes = context = context_bytes = 0.0
+    tensor = tensor_bytes = context = context_bytes = hidden = 0.0
     collectives = 0
     for operation in block.operations:
         size, passes = _tensor_bytes(operation, setting)
@@ -104,11 +108,12 @@ def axis_traffic(block: Block, setting: Setting, axes: Axes) -> AxisTraffic:
         if setting.cp > 1 and operation.kind == "attention":
             size = _key_value_bytes(operation, setting)
             context_bytes += 3 * size if setting.ring else 2 * sum(_swapped_bytes(operation, setting))
-            context += _context_seconds(operation, size, setting, axes)
+            shown, behind = _context_seconds(operation, size, setting, axes)
+            context, hidden = context + shown, hidden + behind
     expert_bytes = _expert_bytes(block, setting)
     expert = 4 * all_to_all_seconds(axes.expert, expert_bytes, _distinct_share(block, setting, axes.expert))
     collectives += 2 if expert_bytes else 0
-    return AxisTraffic(tensor, context, expert, tensor_bytes, context_bytes, 4 * expert_bytes, collectives)
+    return AxisTraffic(tensor, context, expert, tensor_bytes, context_bytes, 4 * expert_bytes, collectives, hidden)
 
 
 def _tensor_bytes(operation: Operation, setting: Setting) -> tuple[float, float]:
@@ -142,21 +147,22 @@ def _key_value_bytes(operation: Operation, setting: Setting) -> float:
     return 2.0 * 2.0 * keys * max(1.0, kv_heads / setting.tp) * dim * setting.micro_batch
 
 
-def _context_seconds(operation: Operation, size: float, setting: Setting, axes: Axes) -> float:
-    """Of Ulysses all its swaps; of a ring what it does not hide behind its own attention: each pass brings a part while
-    the last one is used.
+def _context_seconds(operation: Operation, size: float, setting: Setting, axes: Axes) -> tuple[float, float]:
+    """(Seconds that are waited for, seconds that are not): of Ulysses all its swaps are; of a ring what it does not
+    hide behind its own attention: each pass brings a part while the last one is used.
 
     Ulysses (2309.14509): nothing is hidden. Ring attention (2310.01889): the exchange is hidden where computing a part
     takes longer than bringing the next one; on a processor nothing is.
     """
     if not setting.ring:
-        return 2 * sum(swap_seconds(axes.context, swapped) for swapped in _swapped_bytes(operation, setting))
+        return 2 * sum(swap_seconds(axes.context, swapped) for swapped in _swapped_bytes(operation, setting)), 0.0
     if is_processor(axes.machine.device) and len(operation.shape) == 5:
         _, keys, _, kv_heads, dim = operation.shape
-        return 3 * all_gather_seconds(axes.context, 2 * _feature_bytes(setting) * dim * keys * kv_heads)
+        return 3 * all_gather_seconds(axes.context, 2 * _feature_bytes(setting) * dim * keys * kv_heads), 0.0
     seconds = all_gather_seconds(axes.context, size)
     work = attention_times(operation, setting, axes.machine)
-    return max(0.0, seconds - work.forward) + max(0.0, 2 * seconds - work.backward)
+    shown = max(0.0, seconds - work.forward) + max(0.0, 2 * seconds - work.backward)
+    return shown, 3 * seconds - shown
 
 
 def _swapped_bytes(operation: Operation, setting: Setting) -> tuple[float, ...]:

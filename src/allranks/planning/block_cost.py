@@ -43,7 +43,7 @@ class BlockCost:
         forward, backward, weight: device seconds of the forward, of the gradients of inputs, and of those of weights.
         again: what recompute repeats of the forward.
         tensor, context, expert: seconds of these axes' collectives in forward and backward, before any overlap;
-            `tensor_again`: those that recompute repeats.
+            `tensor_again`: those that recompute repeats; `context_hidden`: those of a ring that are not waited for.
         kernels: that the host starts in a forward; collectives: among them.
         kept_bytes: activations from its forward to its backward; working_bytes: more while its backward runs.
         logits_bytes: what stands beside them where it ends in a loss.
@@ -76,6 +76,7 @@ class BlockCost:
     last_trained: float = 0.0
     trained: float = 0.0
     trained_expert: float = 0.0
+    context_hidden: float = 0.0
 
 
 @final
@@ -232,4 +233,5 @@ def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
         last_trained=sums.last_trained,
         trained=sums.trained,
         trained_expert=sums.trained_expert,
+        context_hidden=sent.context_hidden,
     )

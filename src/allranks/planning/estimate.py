@@ -215,7 +215,10 @@ def _traffic(
         if degree > 1:
             sent = steps * sum(n * getattr(cost, size) for n, cost in zip(held, parts.costs, strict=True))
             count = steps * sum(n for n in held) * 4
-            rows.append(Traffic(axis, group.link.name, sent, count, exposed, 0.0))
+            # What another axis than cp sends is waited for.
+            hidden = steps * sum(n * cost.context_hidden for n, cost in zip(held, parts.costs, strict=True))
+            hidden = hidden if axis == "cp" else 0.0
+            rows.append(Traffic(axis, group.link.name, sent, count, exposed + hidden, hidden))
     rows += pipeline_traffic(parts.profile, parts.cluster, setting, axes, time.pipeline)
     return (*rows, *_data_rows(axes, data))
 
