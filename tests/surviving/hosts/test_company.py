@@ -301,6 +301,28 @@ def test_where_workers_have_lost_a_peer_a_short_silence_is_enough_and_the_rest_g
     assert time.monotonic() - began < 20, "a cap; nobody waits for the lost one, nor for the end of a last call"
 
 
+@pytest.mark.parametrize("later_seconds", [0.0, 1.0], ids=["in the same moment", "a moment later"])
+def test_where_two_hosts_fall_silent_the_rest_await_neither(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, later_seconds: float
+) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.handler.LAST_CALL_SECONDS", 60.0)
+    four = [hosts.company(nodes=4, least=1, host_seconds=60.0) for _ in range(4)]
+    hosts.together(*(one.next_rendezvous for one in four))
+    leader, other, first, second = sorted(four, key=lambda one: one.place)
+    for one in (first, second):
+        one._inner._stop_heartbeats()
+        one._inner._keep_alive()
+    time.sleep(later_seconds)
+    second._inner._keep_alive()
+    for one in (leader, other):
+        one.report(Report(76, replace(FAILURE, consequence=True)))
+    wait_until(lambda: leader.lost() is not None)
+    began = time.monotonic()
+    hosts.together(*(one.next_rendezvous for one in (leader, other)))
+    assert leader.table == other.table and set(leader.table.members) == {leader._node, other._node}
+    assert time.monotonic() - began < 20, "a cap; silence alone takes guard.host_seconds"
+
+
 def test_who_was_suspected_and_lives_joins_again(hosts: Hosts) -> None:
     leader, other = (hosts.company(nodes=2, host_seconds=60.0) for _ in range(2))
     hosts.together(leader.next_rendezvous, other.next_rendezvous)

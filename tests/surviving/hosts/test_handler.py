@@ -1,12 +1,19 @@
 """torch's handler as it is made here: it opens no store of its own, and knows the limits."""
 
 import socket
+from datetime import UTC, datetime
 
 import psutil
 import pytest
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    Token,
+    _NodeDesc,
+    _NodeDescGenerator,
+    _RendezvousState,
+)
 
 from allranks.config_guard import GuardConfig
 from allranks.hosts_request import Endpoint
@@ -15,6 +22,7 @@ from allranks.surviving.hosts.handler import BEATS, make_handler
 from allranks.surviving.hosts.meeting import MeetingStore
 from allranks.surviving.hosts.presence import SUSPECT_SECONDS
 from allranks.surviving.hosts.seal import Seal
+from allranks.surviving.hosts.state import LONG_AGO, StateReader
 
 
 def test_a_round_of_one_host_opens_no_port() -> None:
@@ -46,6 +54,38 @@ def test_no_change_of_the_state_waits_for_sources_to_be_looked_up(monkeypatch: p
     finally:
         handler._stop_heartbeats()
     assert handler.is_closed()
+
+
+def nodes_of_a_process(monkeypatch: pytest.MonkeyPatch, number: int) -> list[_NodeDesc]:
+    """What it names its first handlers; all of these processes have one name and pid, as a container's first has."""
+    monkeypatch.setattr(DynamicRendezvousHandler, "_node_desc_generator", _NodeDescGenerator())
+    meeting = MeetingStore(HashStore(), Endpoint("here", 1), "here", serves=True, call_seconds=5.0)
+    backend = SealedBackend(meeting, Seal(b"0" * 16), lambda state: None)
+    return [make_handler(backend, 1, 1, GuardConfig())._this_node for _ in range(number)]
+
+
+def test_a_process_of_the_same_name_and_pid_is_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [*nodes_of_a_process(monkeypatch, 3), *nodes_of_a_process(monkeypatch, 3)]
+    assert len({(node.addr, node.pid) for node in nodes}) == 1 and len(set(nodes)) == 6
+    assert nodes[:3] == sorted(nodes[:3]), "those of one process in the order in which they were made"
+
+
+def test_a_container_that_starts_again_is_not_lost_by_the_sign_of_life_at_which_the_one_before_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (before,), (after,) = nodes_of_a_process(monkeypatch, 1), nodes_of_a_process(monkeypatch, 1)
+    told, reader = StateReader(lambda: 100.0).write(_RendezvousState(), 1), StateReader(lambda: 100.0)
+
+    def last_seen(node: _NodeDesc, beat: int) -> datetime:
+        listed = [node.addr, node.pid, node.local_id]
+        return reader.read(told | {"beats": [[listed, beat]]}).last_heartbeats[node]
+
+    last_seen(before, 57)
+    reader.take_for_lost(before)
+    assert last_seen(before, 57) == LONG_AGO
+    for beat in range(1, 60):
+        assert (datetime.now(UTC) - last_seen(after, beat)).total_seconds() < 60
+        assert not reader.is_taken_for_lost(after)
 
 
 def test_a_longer_patience_makes_signs_of_life_no_rarer() -> None:

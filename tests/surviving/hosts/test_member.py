@@ -313,6 +313,21 @@ def test_who_does_not_lead_reports_and_obeys() -> None:
     assert budget.causes == []
 
 
+@pytest.mark.parametrize("lost", [None, GONE], ids=["no host is lost", "a host is lost"])
+def test_who_has_read_the_end_needs_no_leader_any_more(monkeypatch: pytest.MonkeyPatch, lost: Failure | None) -> None:
+    """Its workers may take longer to end than the leader stays, and the store goes with that."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+    others = Others(leads=False)
+    other, _ = member(others)
+    others.notices.ended, others.gone = Ending(1, ERROR), lost
+    assert other.look({0: 100}, {0: 1}) == 0.0
+    others.broken = StoreLostError("the leader has left")
+    monkeypatch.setattr(other, "_attend", others.lost)
+    monkeypatch.setattr(others.notices, "ending", others.lost)
+    assert other.look({0: 100}, {0: 1}) == 0.0, "some still live"
+    assert other.settle(Outcome(76, CLOSED)) == "end" and other.outcome == Outcome(1, ERROR)
+
+
 def test_who_does_not_lead_finds_out_whether_the_leader_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
     others = Others(leads=False)

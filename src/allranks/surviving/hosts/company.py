@@ -39,7 +39,7 @@ from allranks.surviving.hosts.place import MeetingPlace
 from allranks.surviving.hosts.presence import Presence
 from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.hosts.seating import Seating
-from allranks.surviving.hosts.suspicion import find_lost
+from allranks.surviving.hosts.suspicion import find_lost, find_more_lost
 from allranks.surviving.hosts.table import Table, host_of
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.rendezvous import QuietRendezvous
@@ -129,6 +129,7 @@ class Company(QuietRendezvous):
         """
         self._joining_since, self._told, self._apart_since = time.monotonic(), False, 0.0
         try:
+            find_more_lost(self.lost, self.table, self._node, self.notices, self.presence)
             self.presence.await_survivors(self._node, self.notices.staying(self.table.number, self.table.members))
             while True:
                 self._inner.next_rendezvous()

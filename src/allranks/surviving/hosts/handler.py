@@ -1,6 +1,7 @@
 """torch's rendezvous handler as hosts here want it: over our backend, and without a store of its own."""
 
 import random
+import secrets
 import socket
 import time
 from datetime import timedelta
@@ -26,11 +27,13 @@ POLL_SECONDS = 0.25  # between two looks of a host that waits for others; torch'
 HOSTS_A_POLL = 200  # from so many for each second on, as torch
 CLOSE_SECONDS = 30.0  # of trying to write the end: a host that does not learn of it waits for the others for long
 LEAVE_SECONDS = 5.0
+MOST_SKIPPED = 1 << 30  # numbers of nodes, by chance
 
 
 def make_handler(backend: RendezvousBackend, least: int, most: int, guard: GuardConfig) -> DynamicRendezvousHandler:
     """A handler for a round of `least` to `most` hosts, under this host's name."""
     unused = HashStore()  # of this process alone
+    _skip_numbers()
     beats = max(BEATS, int(guard.host_seconds / BEAT_SECONDS))
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         "allranks",
@@ -59,6 +62,17 @@ def make_handler(backend: RendezvousBackend, least: int, most: int, guard: Guard
     # Of this process, which has one rendezvous.
     dynamic_rendezvous._delay = partial(_wait, poll)  # type: ignore[attr-defined]
     return handler
+
+
+def _skip_numbers() -> None:
+    """Let the next node have a number by which nobody takes it for one of an earlier process.
+
+    torch counts a process's nodes from 0. A container that starts again has its name and its pid as well, and would be
+    the node that the others have lost, or that has said goodbye.
+    """
+    generator = DynamicRendezvousHandler._node_desc_generator
+    with generator._lock:
+        generator._local_id += secrets.randbelow(MOST_SKIPPED)
 
 
 def _wait(poll: float, seconds: float | tuple[float, float]) -> None:

@@ -48,6 +48,7 @@ class Member:
         self._reported_at: float | None = None
         self._lost: Failure | None = None
         self._hung: Failure | None = None
+        self._ending: Ending | None = None
         self._hearing: Hearing | None = None
         self._workers: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {})
         self._admitting: tuple[str, ...] = ()
@@ -70,7 +71,7 @@ class Member:
         if self._company.apart and self._company.leads and self._supervisor is not None:
             self._supervisor.parted(self._company.apart)
         self._company.apart = ""
-        self._reported_at = self._lost = self._hung = None
+        self._reported_at = self._lost = self._hung = self._ending = None
         self._workers, self._moments = ({}, {}), Moments()
         self._hearing = Hearing(self._company.notices, self._company.table, self._company.place)
         self._admitting = ()
@@ -95,14 +96,15 @@ class Member:
             ProcessError: the store has gone, or holds what no host wrote.
         """
         self._workers = (pids, ranks)
-        if time.monotonic() - self._looked < LOOK_SECONDS:
-            return None
+        if self._ending is not None or time.monotonic() - self._looked < LOOK_SECONDS:
+            return None if self._ending is None else 0.0
         self._looked = time.monotonic()
         try:
             if self._lost is None:
                 self._lost = self._company.lost()
             self._attend()
-            if self._lost or self._hung or self._company.notices.ending() is not None:
+            self._ending = self._company.notices.ending()
+            if self._lost or self._hung or self._ending is not None:
                 return 0.0
             in_trouble = self._company.in_trouble()
             if self._company.leads:
@@ -161,6 +163,8 @@ class Member:
     def _settle(self, outcome: Outcome) -> Next:
         company = self._company
         self._workers = ({}, {})
+        if self._ending is not None:  # the store may have gone since, with the leader
+            return self._obey(self._ending, outcome)
         self._attend()  # what ended the workers is told before they start again
         if self._reported_at is None:
             self._reported_at = time.monotonic()

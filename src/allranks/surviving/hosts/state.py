@@ -8,7 +8,8 @@ tells its torch as a time that is long past: torch then does what it does for th
     {"version", "round", "complete", "closed", "deadline": null | {"id", "seconds"},
      "participants": [[node, rank], ...], "waiting": [node, ...], "spare": [node, ...], "beats": [[node, number], ...]}
 
-A node is [name, pid, number in that process].
+A node is [name, pid, number]. The number is drawn (handler.py): a container that starts again under the same name and
+pid is another node, whose signs of life are others.
 """
 
 import secrets
