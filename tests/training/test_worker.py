@@ -181,7 +181,7 @@ def test_ranks_of_an_outside_launcher_begin_anew_where_nothing_was_done(pool: Po
 def test_what_cannot_be_deleted_is_said_once_and_the_run_goes_on(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, rename: object) -> None:
         raise CheckpointError(f"{path} cannot be deleted: Operation not permitted")
 
     monkeypatch.setattr("allranks.checkpointing.retention.discard", refuse)
