@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from allranks.planning.setting import TENSOR_COPIES, Mechanisms
+from allranks.planning.mechanisms import TENSOR_COPIES, Mechanisms
 
 OLD = Mechanisms(
     name="Megatron-LM", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,

@@ -23,7 +23,7 @@ from allranks.units import format_bytes
 
 CLUSTER = "1x8:h200"
 MODEL = ("llama3-8b", "task.layers=8", "task.seq=4096")
-EXPERTS = ("mixtral-8x7b", "task.layers=4", "task.seq=1024")
+EXPERTS = ("mixtral-8x7b", "task.layers=8", "task.seq=4096")
 FULL, SELECTIVE, GRAD_OP = "recompute=full", "recompute=selective", "sharding=grad_op"
 CASES: tuple[tuple[str, int, int], ...] = (  # layout, samples of a forward, of a step
     ("ddp", 1, 8), ("ddp", 2, 32), (f"ddp,{FULL}", 1, 16), (f"ddp,{SELECTIVE}", 1, 8), ("fsdp", 1, 8), ("fsdp", 4, 64),
@@ -32,7 +32,10 @@ CASES: tuple[tuple[str, int, int], ...] = (  # layout, samples of a forward, of 
     ("cp=2,dp_shard=4", 1, 8), ("dp_shard=2,tp=2,cp=2", 1, 2), ("pp=4,dp_shard=2", 1, 16),
     ("pp=4,dp_replicate=2", 1, 16), (f"pp=2,tp=2,dp_shard=2,{FULL}", 1, 8),
 )  # fmt: skip
-OF_EXPERTS = (("dp_shard=8,ep=4", 1, 8), ("dp_replicate=8,ep=8", 1, 8))
+OF_EXPERTS = (
+    ("dp_shard=8,ep=4", 1, 8), ("dp_replicate=8,ep=8", 1, 8), (f"dp_shard=8,ep=2,{FULL}", 1, 8),
+    ("dp_shard=4,tp=2,ep=4", 1, 4), (f"dp_shard=2,tp=4,{SELECTIVE}", 1, 4),
+)  # fmt: skip
 PRECISIONS = ("bfloat16", "float32")
 UNEXPLAINED = 0.03
 

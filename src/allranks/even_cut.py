@@ -7,6 +7,9 @@ number of samples or devices is found here, too.
 import math
 from collections.abc import Iterator, Sequence
 
+MOST_MICRO_STEPS = 100_000
+"""Of a step: each has a place in memory, and more are a mistake."""
+
 
 def divisors(number: int) -> list[int]:
     """All of them, ascending."""

@@ -79,6 +79,11 @@ class Tier:
     lag_seconds: float = 0.0
     load_seconds: float = 0.0
 
+    @property
+    def stopped_seconds(self) -> float:
+        """That a step is stopped for at each save: one that comes before the last one counts waits for that."""
+        return max(self.stall_seconds, self.lag_seconds - self.every_seconds)
+
 
 @final
 @dataclass(frozen=True, slots=True)

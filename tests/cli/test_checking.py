@@ -14,7 +14,8 @@ from allranks.cli.planned_model import find_subject
 from allranks.layout import Layout
 from allranks.plan import Choice
 from allranks.plan_request import PlanRequest
-from allranks.planning.dry_run import DryRun
+from allranks.planning.dry_run import DryRun, ratios
+from allranks.planning.estimate import estimate
 from allranks.planning.scale import cluster_of
 from tests.commands import POINTS, allranks
 from tests.planning.questions import ask
@@ -181,3 +182,39 @@ def test_the_best_few_of_a_search_are_rehearsed(tmp_path: Path) -> None:
     ran = allranks(*words, folder=tmp_path, limit=900)
     assert "Checked by dry runs" in ran.stdout and ran.stdout.count("GB counted") >= 3, ran.stdout
     assert "is not rehearsed" not in ran.stdout
+
+
+DENSE, SPARSE = "llama3-8b", "mixtral-8x7b"
+PLANNED: list[tuple[str, Layout, str]] = [
+    (SPARSE, Layout(dp_shard=4, tp=2, ep=4, recompute="full"), "bfloat16"),
+    (DENSE, Layout(cp=8), "bfloat16"),
+]
+PLANNED_TOO: list[tuple[str, Layout, str]] = [
+    (DENSE, Layout(dp_shard=4, tp=2), "bfloat16"),
+    (DENSE, Layout(dp_shard=4, tp=2, recompute="selective"), "float32"),
+    (DENSE, Layout(dp_replicate=2, tp=2, pp=2, recompute="full"), "bfloat16"),
+    (DENSE, Layout(dp_shard=4, pp=2), "bfloat16"),
+    (DENSE, Layout(cp=8, context="ring"), "float32"),
+    (DENSE, Layout(dp_shard=2, cp=4, context="ring", recompute="full"), "bfloat16"),
+    (SPARSE, Layout(dp_shard=8, ep=8), "float32"),
+    (SPARSE, Layout(dp_shard=8, ep=2, recompute="selective"), "bfloat16"),
+    (SPARSE, Layout(dp_shard=2, tp=4), "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "precision"), [*PLANNED, *(pytest.param(*case, marks=pytest.mark.full) for case in PLANNED_TOO)]
+)
+def test_what_is_planned_is_what_the_engine_sends_and_holds(model: str, layout: Layout, precision: str) -> None:
+    request = PlanRequest((model,), ("1x8:h100",), {"layers": 6}, check=True)
+    subject = find_subject(request)
+    question = ask(where="1x8:h100", seq=2048)
+    question = replace(question, make_profile=subject.profiles_on(question.cluster))
+    choice = Choice(layout, 8 * layout.dp, 4 if layout.pp == 1 else 2, precision)
+    told = Rehearser(request, subject)(question, choice)
+    assert isinstance(told, DryRun) and not told.fault
+    planned = estimate(question.make_profile(2048, precision), question.cluster, choice)
+    axes = {axis for axis in ("tp", "cp", "ep", "pp") if getattr(layout, axis) > 1}
+    assert axes <= set(told.sent_bytes)
+    assert {axis: ratio for axis, ratio in ratios(planned, told).items() if axis in axes} == {}
+    assert planned.memory.total - planned.memory.framework == pytest.approx(told.peak_bytes, rel=0.05)

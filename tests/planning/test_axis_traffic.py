@@ -8,7 +8,8 @@ import pytest
 from allranks.model_shape import ModelShape
 from allranks.planning.axis_traffic import AxisTraffic, axes_of, axis_traffic
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
-from allranks.planning.setting import Mechanisms, Setting
+from allranks.planning.mechanisms import Mechanisms
+from allranks.planning.setting import Setting
 from tests.planning.profiles import cluster
 
 SHAPE = ModelShape(
@@ -22,6 +23,11 @@ def setting(how: Mechanisms | None = None, **given: Any) -> Setting:
 
 
 def traffic(shape: ModelShape = SHAPE, how: Mechanisms | None = None, **given: Any) -> AxisTraffic:
+    return both(shape, how, **given)[0]
+
+
+def both(shape: ModelShape, how: Mechanisms | None = None, **given: Any) -> tuple[AxisTraffic, AxisTraffic]:
+    """What a block sends, and what its forward sends again where it is repeated."""
     made = setting(how, **given)
     return axis_traffic(shape.profile().blocks[1], made, axes_of(WHERE, made))
 
@@ -51,12 +57,12 @@ def test_logits_that_are_gathered_travel_once() -> None:
     logits = next(one for one in head.operations if one.kind == "matmul")
     whole = replace(head, operations=tuple(replace(o, gathered=o is logits) for o in head.operations))
     size, made = 2 * logits.output_bytes, setting(tp=4, micro_batch=2)
-    before, after = (axis_traffic(block, made, axes_of(WHERE, made)) for block in (head, whole))
+    before, after = (axis_traffic(block, made, axes_of(WHERE, made))[0] for block in (head, whole))
     assert after.tensor_bytes - before.tensor_bytes == size
     assert after.tensor - before.tensor == pytest.approx(all_gather_seconds(axes_of(WHERE, made).tensor, size))
     assert after.collectives - before.collectives == 1
     alone = setting(micro_batch=2)
-    assert axis_traffic(whole, alone, axes_of(WHERE, alone)) == AxisTraffic()
+    assert axis_traffic(whole, alone, axes_of(WHERE, alone)) == (AxisTraffic(), AxisTraffic())
 
 
 def test_a_ring_hides_behind_its_attention() -> None:
@@ -70,7 +76,8 @@ def test_a_ring_hides_behind_its_attention() -> None:
     short = traffic(replace(SHAPE, seq=256), cp=2)
     assert short.context > 0.0 and short.context + short.context_hidden == pytest.approx(brought_by(256))
     assert traffic(long, cp=2, ring=False).context_hidden == 0.0
-    assert traffic(cp=2).context_bytes == 3 * (2 * 2.0 * 2048 * 4 * 128)
+    half = 0.5  # a rank has its own part already
+    assert traffic(cp=2).context_bytes == 3 * half * (2 * 2.0 * 2048 * 4 * 128)
 
 
 def test_ulysses_swaps_positions_for_heads_and_back() -> None:
@@ -82,6 +89,61 @@ def test_ulysses_swaps_positions_for_heads_and_back() -> None:
     assert got.context == pytest.approx(4 * (all_to_all_seconds(group, queries) + all_to_all_seconds(group, keys)))
     many, few = (traffic(replace(SHAPE, seq=32768), cp=cp, ring=False).context for cp in (2, 8))
     assert few < 0.8 * many  # where a ring moves all keys and values whatever cp is
+
+
+def test_ulysses_repeats_key_value_heads_until_the_ranks_can_share_them() -> None:
+    """As `context_ops` does: 4 heads among 8 ranks are sent twice, 6 of them four times."""
+    for kv_heads, sent in ((4, 8), (6, 24), (8, 8)):
+        got = traffic(replace(SHAPE, heads=24, kv_heads=kv_heads, hidden=24 * 128), cp=8, ring=False)
+        assert got.context_bytes == pytest.approx(2 * 2 * 2.0 * (2048 / 8) * (24 + sent) * 128)
+
+
+def test_a_ring_of_torch_sends_sums_in_float32_until_they_are_at_home() -> None:
+    """Keys and values n - 1 times in each direction, the sums of their gradients n times (parallel/ring.py)."""
+    how = Mechanisms(ring_sum_bytes=4.0)
+    for precision, width in (("bfloat16", 2.0), ("float32", 4.0), ("float64", 8.0)):
+        part = 2 * (2048 / 4) * 4 * 128
+        sent, again = both(SHAPE, how, cp=4, precision=precision)
+        assert sent.context_bytes == pytest.approx(part * (2 * 3 * width + 4 * max(4.0, width)))
+        assert again.context_bytes == pytest.approx(part * 3 * width)
+
+
+def test_what_a_norm_has_made_travels_in_float32() -> None:
+    """Gathered with 4 bytes for a product, whose result is summed in 2; both ways, and so are tokens of experts."""
+    how = Mechanisms(norms_in_float32=True)
+    plain, wide = traffic(tp=4), traffic(tp=4, how=how)
+    assert (wide.tensor_bytes, traffic(tp=4, how=how, precision="float32").tensor_bytes) == (
+        1.5 * plain.tensor_bytes,
+        plain.tensor_bytes,
+    )
+    assert wide.tensor > 1.4 * plain.tensor
+    sparse = replace(SHAPE, experts=16, top_k=4, expert_ffn=512)
+    assert traffic(sparse, how, dp=16, ep=16).expert_bytes == 2 * (2048 * 4) * 1024 * (4.0 + 2.0)
+    assert traffic(sparse, how, dp=16, ep=16, precision="float32").expert_bytes == 4 * (2048 * 4) * 1024 * 4.0
+
+
+def test_a_repeated_forward_sends_again_what_its_backward_asks_for() -> None:
+    """Of two products whose results are summed not the last one's; of a gather and a scatter there not the scatter."""
+    size = 2.0 * 2048 * 1024
+    assert both(SHAPE, tp=4)[1].tensor_bytes == 2 * 2 * size
+    stops = Mechanisms(recomputes_to_last_kept=True)
+    assert both(SHAPE, stops, tp=4)[1].tensor_bytes == 2 * size
+    cut = replace(stops, keeps_gathered_inputs=True)
+    sent, again = both(SHAPE, cut, tp=4)
+    assert again.tensor_bytes == 3 * size and again.tensor == pytest.approx(3 / 8 * sent.tensor)
+    sparse = replace(SHAPE, experts=16, top_k=4, expert_ffn=512)
+    sent, again = both(sparse, stops, dp=16, ep=16)
+    assert (again.expert, again.expert_bytes) == (sent.expert / 2, sent.expert_bytes / 2) != (0.0, 0.0)
+    sent, again = both(SHAPE, stops, cp=2, ring=False)
+    assert (again.context, again.context_bytes) == (sent.context / 2, sent.context_bytes / 2) != (0.0, 0.0)
+
+
+def test_experts_that_see_every_token_have_them_gathered() -> None:
+    sparse = replace(SHAPE, experts=16, top_k=4, expert_ffn=512)
+    how = Mechanisms(keeps_gathered_inputs=True)
+    cut, whole = traffic(sparse, how, tp=4), traffic(sparse, replace(how, experts_see_all=True), tp=4)
+    assert whole.tensor_bytes - cut.tensor_bytes == 2 * (2.0 * 2048 * 1024)
+    assert whole.tensor > cut.tensor
 
 
 def test_a_token_goes_to_each_of_its_experts_and_back() -> None:

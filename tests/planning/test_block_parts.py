@@ -8,7 +8,8 @@ import pytest
 from allranks.planning import block_parts
 from allranks.planning.block_cost import block_cost, block_work
 from allranks.planning.block_parts import Parts, forget, parameters_of, parts_of
-from allranks.planning.setting import Mechanisms, Setting
+from allranks.planning.mechanisms import Mechanisms
+from allranks.planning.setting import Setting
 from tests.planning.profiles import cluster, decoder
 
 PROFILE, THERE = decoder(experts=4), cluster(1, 8)

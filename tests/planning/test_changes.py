@@ -51,6 +51,14 @@ def test_a_change_is_weighed_as_if_the_user_had_chosen_it(change: str, fields: d
     assert found.estimate.step_seconds == expected.step_seconds
 
 
+def test_a_larger_micro_batch_is_asked_about_where_there_is_more_than_one() -> None:
+    share = QUESTION.global_batch // 8
+    for micro_batch, larger in ((share // 2, True), (share, False)):
+        found = usual_changes(weigh(micro_batch=micro_batch), QUESTION)
+        assert (f"micro_batch={2 * micro_batch}" in found) == larger
+        assert f"micro_batch={micro_batch // 2}" in found
+
+
 def test_because_is_the_difference_in_memory_and_speed() -> None:
     first, full = weigh(), weigh(recompute="full")
     size = (full.memory.total - first.memory.total) / 1e9

@@ -76,6 +76,15 @@ def test_too_few_micro_steps_are_noted_where_no_micro_batch_has_enough() -> None
     assert not list(of_layout(few, Layout(dp_replicate=4, pp=2), written)) and written == refusals
 
 
+def test_too_many_micro_steps_are_noted_where_no_micro_batch_has_fewer() -> None:
+    space = Space({"bfloat16": decoder()}, cluster(1, 8), 900_000)
+    refusals: dict[tuple[str, str], Refusal] = {}
+    found = list(groups(space, "bfloat16", Layout(dp_replicate=8), ("1f1b",), refusals))
+    assert found and min(one.plain.micro_batch for one in found) == 2 and not refusals
+    assert not list(groups(replace(space, micro_batch=1), "bfloat16", Layout(dp_replicate=8), ("1f1b",), refusals))
+    assert list(refusals) == [("micro_steps", "dp_replicate=8,micro_batch=1")]
+
+
 def test_the_vendors_host_is_filled_only_where_somebody_asks() -> None:
     there = cluster(1, 4, host_memory_bytes=None)
     there = replace(there, device=replace(there.device, host_memory_bytes=250e9))

@@ -9,7 +9,8 @@ from allranks.planning.block_cost import Parameters
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
 from allranks.planning.compute import update_seconds
 from allranks.planning.data_traffic import DataCost, data_cost
-from allranks.planning.setting import Mechanisms, Setting, mechanisms_of
+from allranks.planning.mechanisms import Mechanisms, mechanisms_of
+from allranks.planning.setting import Setting
 from tests.planning.profiles import choose, cluster
 
 WHERE = cluster(nodes=2)

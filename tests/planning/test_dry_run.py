@@ -101,6 +101,13 @@ def test_sums_over_copies_count_apart_where_parameters_are_shared() -> None:
     assert sent(Layout(dp_replicate=2, dp_shard=2, sharding="none"), copies) == {"dp": 40.0}
 
 
+def test_gradients_of_a_sequences_ranks_are_no_sequences_traffic() -> None:
+    """Without other data-parallel ranks it is those of cp that sum them."""
+    sums, swap = Collective("cp", "all-reduce", 30, 1, 4, ""), Collective("cp", "all-to-all", 30, 1, 4, "")
+    assert sent(Layout(cp=4), sums, swap) == {"dp": 40.0, "cp": 40.0}
+    assert sent(Layout(cp=4, dp_replicate=2), sums, swap) == {"cp": 80.0}
+
+
 def test_a_run_whose_experts_lie_along_a_data_axis_has_both() -> None:
     """Their ranks are the same; the planner has a row of Traffic for each."""
     told = rehearsed(Experts(), "dp_replicate=2,ep=2", 2)

@@ -12,8 +12,9 @@ from allranks.planning.collectives import all_reduce_seconds, group_of
 from allranks.planning.constants import constants_of
 from allranks.planning.estimate import SOCKET, estimate, estimate_setting
 from allranks.planning.hardware import find_cluster
+from allranks.planning.mechanisms import Mechanisms
 from allranks.planning.room import MEMORY_HIGH, MEMORY_LOW, PEAK_HIGH, USABLE
-from allranks.planning.setting import Mechanisms, Setting
+from allranks.planning.setting import Setting
 from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 from tests.planning.profiles import choose, cluster, decoder
 

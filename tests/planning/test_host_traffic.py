@@ -10,7 +10,8 @@ from allranks.layout import Layout
 from allranks.plan import Choice, Estimate
 from allranks.planning.estimate import estimate, estimate_setting
 from allranks.planning.host_traffic import host_capacity_bytes, vendors_host
-from allranks.planning.setting import Mechanisms, Setting
+from allranks.planning.mechanisms import Mechanisms
+from allranks.planning.setting import Setting
 from tests.planning.profiles import cluster, decoder
 
 PROFILE = decoder(layers=32, hidden=1024, ffn=4096, seq=2048, heads=8, vocab=64)

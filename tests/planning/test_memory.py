@@ -8,9 +8,10 @@ import pytest
 from allranks.model_shape import ModelShape
 from allranks.plan import MemoryUse
 from allranks.planning.axis_traffic import axes_of
+from allranks.planning.mechanisms import Mechanisms
 from allranks.planning.memory import memory_use, slack_bytes
 from allranks.planning.pipeline import stages_of
-from allranks.planning.setting import Mechanisms, Setting
+from allranks.planning.setting import Setting
 from allranks.shape_operations import Program
 from tests.planning.profiles import cluster, cost_of
 

@@ -9,6 +9,7 @@ from allranks.model_profile import Operation
 from allranks.model_shape import ModelShape
 from allranks.planning.compute import GROUPED, KERNEL_SECONDS, Machine, matmul_seconds, moving_seconds
 from allranks.planning.constants import constants_of
+from allranks.planning.mechanisms import Mechanisms
 from allranks.planning.operation_times import (
     attention_times,
     in_low_precision,
@@ -18,7 +19,7 @@ from allranks.planning.operation_times import (
     operation_times,
     share_of,
 )
-from allranks.planning.setting import Mechanisms, Setting
+from allranks.planning.setting import Setting
 from tests.planning.profiles import cluster
 
 MACHINE = Machine(cluster().device, constants_of(cluster().device))

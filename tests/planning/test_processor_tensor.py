@@ -65,8 +65,8 @@ def test_a_norm_of_cut_positions_has_its_gradients_summed() -> None:
 
 def test_a_block_asks_it_on_a_processor_alone() -> None:
     block = replace(decoder().blocks[0], operations=(ROW,))
-    assert axis_traffic(block, SETTING, axes_of(FIXED, SETTING)).tensor == seconds(ROW, SETTING)
+    assert axis_traffic(block, SETTING, axes_of(FIXED, SETTING))[0].tensor == seconds(ROW, SETTING)
     gpu = replace(FIXED, device=replace(CPU, measured=False))
-    assert axis_traffic(block, SETTING, axes_of(gpu, SETTING)).tensor < seconds(ROW, SETTING)
+    assert axis_traffic(block, SETTING, axes_of(gpu, SETTING))[0].tensor < seconds(ROW, SETTING)
     alone = replace(SETTING, tp=1)
-    assert axis_traffic(block, alone, axes_of(FIXED, alone)).tensor == 0.0
+    assert axis_traffic(block, alone, axes_of(FIXED, alone))[0].tensor == 0.0

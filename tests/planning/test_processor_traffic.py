@@ -13,9 +13,10 @@ from allranks.planning.axis_traffic import axes_of, axis_traffic
 from allranks.planning.block_cost import Parameters
 from allranks.planning.data_traffic import DataCost
 from allranks.planning.estimate import estimate
+from allranks.planning.mechanisms import Mechanisms
 from allranks.planning.processor import passing_seconds
 from allranks.planning.processor_traffic import on_processor, processor_data_cost
-from allranks.planning.setting import Mechanisms, Setting
+from allranks.planning.setting import Setting
 from tests.planning.profiles import decoder
 from tests.planning.test_processor import CPU
 
@@ -94,7 +95,7 @@ def test_shards_are_gathered_and_reduced_by_units_and_copied(
 def test_sequences_are_swapped_or_go_around_at_the_width_of_their_type(ring: bool, seconds: float) -> None:
     setting = on_processor(Setting(8, 8, cp=2, precision="float32", ring=ring), WHERE, decoder())
     block = replace(decoder().blocks[0], operations=(Operation("attention", "attention", shape=(128, 128, 8, 8, 8)),))
-    found = axis_traffic(block, setting, axes_of(WHERE, setting)).context
+    found = axis_traffic(block, setting, axes_of(WHERE, setting))[0].context
     assert found == pytest.approx(seconds, rel=0.01)
 
 

@@ -14,7 +14,7 @@ from tests.planning.questions import ask
 A100, CPU = find_cluster("1:a100-80g"), find_cluster("1x2:cpu")
 
 
-def test_the_lower_precision_where_it_is_twice_as_fast() -> None:
+def test_the_lower_precision_where_it_is_faster() -> None:
     found, notes = choose_precisions(None, A100)
     assert found == ("bfloat16",)
     assert notes == ("precision bfloat16, because a100-80g multiplies it 16 times as fast as float32",)
@@ -22,6 +22,8 @@ def test_the_lower_precision_where_it_is_twice_as_fast() -> None:
     assert choose_precisions(None, cluster())[0] == ("bfloat16",)
     old = replace(A100, device=replace(A100.device, peak_flops={"float16": 125e12, "float32": 15e12}))
     assert choose_precisions(None, old)[0] == ("float16",)
+    for name in ("rtx4090", "rtx3090", "rtx5090"):  # twice as fast, by their data sheets
+        assert choose_precisions(None, find_cluster(f"8:{name}"))[0] == ("bfloat16",)
 
 
 def test_precisions_that_the_user_names() -> None:

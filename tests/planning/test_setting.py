@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from allranks.data.cut import Cut
 from allranks.plan import Choice
-from allranks.planning.setting import Mechanisms, Setting, mechanisms_of, setting_of
+from allranks.planning.mechanisms import Mechanisms
+from allranks.planning.setting import Setting, setting_of
 from tests.planning.profiles import choose
 
 
@@ -37,21 +39,33 @@ def test_budget_is_estimated_as_selective() -> None:
     assert setting_of(choose(recompute="budget", compile="block")).recompute == "selective"
 
 
-def test_float32_parameters_whatever_the_precision() -> None:
-    ddp = mechanisms_of(choose(dp_replicate=8))
-    # Law 7: parameters, gradients and both moments of Adam in float32; autocast's copies of the weights beside them.
-    assert (ddp.weight_bytes, ddp.gradient_bytes, ddp.optimizer_bytes, ddp.cast_bytes) == (4, 4, 8, 2)
-    fsdp = mechanisms_of(choose(dp_shard=8))
-    assert (fsdp.gather_bytes, fsdp.reduce_bytes, fsdp.cast_bytes) == (2, 4, 0)
-    exact = mechanisms_of(choose(dp_shard=8, gather="float32"))
-    assert exact.gather_bytes == 4
-    double = mechanisms_of(replace(choose(dp_replicate=2), precision="float64"))
-    assert (double.weight_bytes, double.optimizer_bytes, double.cast_bytes) == (8, 16, 0)
+@pytest.mark.parametrize("size", [8, 9, 31, 72, 100])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_a_forward_has_the_samples_that_the_data_gives_it(size: int, ranks: int) -> None:
+    """More than a rank's share no forward has, whatever `micro_batch` says, and two of 5 are not two of 8."""
+    for micro_batch in range(1, 12):
+        cut = Cut(size, ranks, micro_batch)
+        longest = max(length for rank in range(ranks) for _, length in cut.spans(size, rank))
+        found = setting_of(choose(size, micro_batch, dp_replicate=ranks))
+        assert (found.micro_batch, found.micro_steps) == (longest, cut.num_micro_steps())
 
 
-def test_a_compressing_hook_halves_the_traffic() -> None:
-    assert mechanisms_of(choose(dp_replicate=8, ddp_hook="bfloat16")).reduce_bytes == 2
-    assert mechanisms_of(choose(dp_replicate=8)).reduce_bytes == 4
+def test_experts_that_stay_are_cast_for_every_forward() -> None:
+    """Under FSDP: what it gathers comes in the lower type, and DDP's copies are autocast's (models/moe.multiply)."""
+    assert setting_of(choose(dp_shard=8, ep=2)).casts_experts
+    assert not setting_of(choose(dp_shard=8)).casts_experts
+    assert not setting_of(choose(dp_replicate=8, ep=2)).casts_experts
+    assert not setting_of(replace(choose(dp_shard=8, ep=2), precision="float32")).casts_experts
+
+
+def test_what_is_float32_under_autocast() -> None:
+    """Norms; what goes from block to block where no weight is gathered in the lower type."""
+    ddp, fsdp = setting_of(choose(dp_replicate=8)), setting_of(choose(dp_shard=8))
+    assert (ddp.width, ddp.widening, ddp.stream_widening) == (2.0, 2, 2)
+    assert (fsdp.width, fsdp.widening, fsdp.stream_widening) == (2.0, 2, 1)
+    exact = setting_of(replace(choose(dp_replicate=8), precision="float32"))
+    assert (exact.width, exact.widening, exact.stream_widening) == (4.0, 1, 1)
+    assert Setting(8, 1).widening == 1, "of another framework"
 
 
 def test_a_last_micro_step_may_be_short() -> None:
@@ -84,11 +98,6 @@ def test_experts_that_ep_cuts_are_shared_no_further() -> None:
     assert own.expert_shards == 1
     assert replace(own, mechanisms=Mechanisms()).expert_shards == 2
     assert setting_of(choose(dp_shard=8)).expert_shards == 8
-
-
-def test_tensor_parallelism_makes_its_loss_operation_by_operation() -> None:
-    how = mechanisms_of(choose(tp=2))
-    assert how.cut_logits_copies > how.logits_copies == Mechanisms().logits_copies
 
 
 def test_what_a_norm_keeps_is_cut_where_products_keep_all_of_it() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from allranks.plan import StepTime
-from allranks.planning.setting import Mechanisms, Setting
+from allranks.planning.mechanisms import Mechanisms
+from allranks.planning.setting import Setting
 from allranks.planning.uncertainty import (
     DOUBTS,
     EXPERTS,

@@ -55,6 +55,15 @@ def test_a_short_trace_agrees_with_the_full_one_on_every_axis(kind: type[Tokens]
     check_short(kind, layout, world, "train.global_batch=16")
 
 
+@pytest.mark.parametrize("layout", ["dp_shard=4,ep=2,recompute=full", "dp_replicate=2,ep=2"])
+def test_experts_that_are_left_out_have_one_gradient(layout: str) -> None:
+    """Which their reduction would make again of zeros: the peak lies there."""
+    world = 4 if "dp_shard" in layout else 2
+    task = Experts(layers=9, hidden=128, seq=8)
+    assert check_short_of(task, layout, world) == (4, 9)
+    assert rehearsed(task, layout, world).at.startswith("backward of ")
+
+
 class Strided(Task):
     """Ten convolutions, of which some halve what they are given: they differ in tuples alone."""
 

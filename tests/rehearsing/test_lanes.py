@@ -72,6 +72,14 @@ def test_a_save_stops_training_for_its_share() -> None:
     assert spent(lanes) == pytest.approx({"saving": END / 5})
 
 
+def test_a_save_waits_for_the_one_before_to_be_written() -> None:
+    """Every 100 s of training one that takes 400 s: training for a quarter of the time."""
+    slow = Tier("storage", Scope.RACK, every_seconds=100.0, stall_seconds=25.0, lag_seconds=400.0)
+    assert slow.stopped_seconds == 300.0
+    assert spent(live(history(), tiers=(slow,))) == pytest.approx({"saving": END * 3 / 4})
+    assert Tier("storage", Scope.RACK, 100.0, 25.0, 100.0).stopped_seconds == 25.0
+
+
 def test_a_spare_takes_the_place_of_a_lost_node_and_without_one_the_run_waits() -> None:
     lost = history((250.0, Scope.NODE, 0, 1000.0), nodes=5)
 

@@ -5,13 +5,10 @@ from functools import lru_cache
 
 from allranks.config_sections import TrainConfig
 from allranks.errors import ConfigError, LayoutError
-from allranks.even_cut import divisors
+from allranks.even_cut import MOST_MICRO_STEPS, divisors
 from allranks.layout import Layout
 
 Span = tuple[int, int]
-
-MOST_MICRO_STEPS = 100_000
-"""Of a step: each has a place in memory, and more are a mistake."""
 
 ROUNDS = 2  # micro-steps for each stage of a pipeline, where the user does not say how many
 

@@ -1,5 +1,6 @@
 """What tp, cp and ep send for one block, one micro-step and one rank: seconds before any overlap, and bytes."""
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -15,10 +16,11 @@ from allranks.planning.collectives import (
 )
 from allranks.planning.compute import Machine
 from allranks.planning.constants import constants_of
+from allranks.planning.mechanisms import Mechanisms
 from allranks.planning.operation_times import attention_times, is_product
 from allranks.planning.processor import is_processor
 from allranks.planning.processor_tensor import tensor_seconds
-from allranks.planning.setting import Mechanisms, Setting
+from allranks.planning.setting import Setting
 
 
 @final
@@ -80,56 +82,88 @@ class AxisTraffic:
     collectives: int = 0
     context_hidden: float = 0.0
 
+    def __add__(self, other: "AxisTraffic") -> "AxisTraffic":
+        """Of both."""
+        return AxisTraffic(
+            self.tensor + other.tensor,
+            self.context + other.context,
+            self.expert + other.expert,
+            self.tensor_bytes + other.tensor_bytes,
+            self.context_bytes + other.context_bytes,
+            self.expert_bytes + other.expert_bytes,
+            self.collectives + other.collectives,
+            self.context_hidden + other.context_hidden,
+        )
 
-def axis_traffic(block: Block, setting: Setting, axes: Axes) -> AxisTraffic:
-    """Of one block.
+
+Both = tuple[AxisTraffic, AxisTraffic]
+"""What forward and backward send, and what a repeated forward sends again."""
+
+
+def axis_traffic(block: Block, setting: Setting, axes: Axes) -> Both:
+    """Of one block; and of what its forward sends again where a backward recomputes it.
 
     tp: one all-reduce per row-cut product and direction (Shoeybi et al. 1909.08053), or a gather and a scatter of the
     same bytes (2205.05198). cp: keys and values go around the ring (2310.01889). ep: tokens to their experts and back
     (GShard 2006.16668), by all-to-all.
     """
-    tensor = tensor_bytes = context = context_bytes = hidden = 0.0
-    collectives = 0
+    sent, again = AxisTraffic(), AxisTraffic()
+    last = next((operation for operation in reversed(block.operations) if is_product(operation)), None)
     for operation in block.operations:
-        size, passes = _tensor_bytes(operation, setting)
-        if setting.tp > 1 and is_processor(axes.machine.device):
-            tensor += tensor_seconds(operation, setting, axes.tensor, axes.machine.device)
-        elif size:
-            tensor += passes * _tensor_seconds(axes.tensor, size, setting.mechanisms)
-        if size:
-            tensor_bytes += 2 * passes * size
-            collectives += 1
-        if operation.gathered and setting.tp > 1:  # once: of the gradient, which every rank has, each takes its part
-            whole = operation.output_bytes * setting.micro_batch / setting.cp
-            tensor_bytes += whole
-            collectives += 1
-            if not is_processor(axes.machine.device):
-                tensor += all_gather_seconds(axes.tensor, whole)
-        if setting.cp > 1 and operation.kind == "attention":
-            size = _key_value_bytes(operation, setting)
-            context_bytes += 3 * size if setting.ring else 2 * sum(_swapped_bytes(operation, setting))
-            shown, behind = _context_seconds(operation, size, setting, axes)
-            context, hidden = context + shown, hidden + behind
-    expert_bytes = _expert_bytes(block, setting)
-    expert = 4 * all_to_all_seconds(axes.expert, expert_bytes, _distinct_share(block, setting, axes.expert))
-    collectives += 2 if expert_bytes else 0
-    return AxisTraffic(tensor, context, expert, tensor_bytes, context_bytes, 4 * expert_bytes, collectives, hidden)
+        found = _tensor_traffic(operation, setting, axes, operation is last) if setting.tp > 1 else None
+        if setting.cp > 1 and operation.kind == "attention" and len(operation.shape) == 5:
+            found = _context_traffic(operation, setting, axes)
+        if found is not None:
+            sent, again = sent + found[0], again + found[1]
+    out, back = _expert_bytes(block, setting)
+    if out:
+        share = _distinct_share(block, setting, axes.expert)
+        seconds = sum(all_to_all_seconds(axes.expert, size, share) for size in (out, back))
+        sent += AxisTraffic(expert=2 * seconds, expert_bytes=2 * (out + back), collectives=2)
+        again += AxisTraffic(expert=seconds, expert_bytes=out + back)
+    return sent, again
 
 
-def _tensor_bytes(operation: Operation, setting: Setting) -> tuple[float, float]:
-    """(Bytes that tp's ranks sum or gather for an operation, in how many directions): Shoeybi et al. 1909.08053,
-    section 3.
+def _tensor_traffic(operation: Operation, setting: Setting, axes: Axes, ends: bool) -> Both | None:
+    """What tp sends for one operation: Shoeybi et al. 1909.08053, section 3.
+
+    Args:
+        ends: whether it is the block's last product: where a recomputed forward ends with the last tensor that the
+            backward asks for, what such a product sends is not sent again.
     """
-    batch = setting.micro_batch / setting.cp
-    if setting.tp == 1:
-        return 0.0, 0.0
+    group, how, device = axes.tensor, setting.mechanisms, axes.machine.device
+    own = tensor_seconds(operation, setting, group, device) if is_processor(device) else None
+    result = operation.output_bytes * setting.micro_batch / setting.cp
     if operation.cut == "row":
-        return operation.output_bytes * batch, 2.0
-    if operation.cut == "vocab" and operation.kind == "embedding":
-        return operation.output_bytes * batch, 1.0
-    if operation.cut == "vocab" and operation.kind == "matmul":
-        return operation.saved_bytes * batch, 1.0
-    return 0.0, 0.0
+        # A product's result is summed in its own type; what enters the first one is gathered in that of the norm.
+        entry = result * setting.widening
+        summed, gathered = (_tensor_seconds(group, size, how) for size in (result, entry))
+        if setting.cuts_positions:  # a gather before and a scatter behind, of half the seconds and bytes each
+            before, behind = (gathered / 2, entry), (summed / 2, result)
+        else:
+            before, behind = (0.0, 0.0), (summed, 2 * result)
+        if ends and how.recomputes_to_last_kept:
+            behind = 0.0, 0.0
+        seconds, size, again = summed + gathered, 2 * (result + entry), before[1] + behind[1]
+        if own is not None:
+            return AxisTraffic(own, 0, 0, size, collectives=1), AxisTraffic(own * again / size, 0, 0, again)
+        return AxisTraffic(seconds, 0, 0, size, collectives=1), AxisTraffic(before[0] + behind[0], 0, 0, again)
+    seconds = sent_bytes = 0.0
+    number = 0
+    if operation.cut == "vocab" and operation.kind in ("embedding", "matmul"):
+        entry = operation.saved_bytes * setting.widening * setting.micro_batch / setting.cp
+        size = result * setting.stream_widening if operation.kind == "embedding" else entry
+        seconds, sent_bytes, number = _tensor_seconds(group, size, how), 2 * size, 1
+    if operation.gathered:  # once: of the gradient, which every rank has, each takes its part
+        seconds, sent_bytes, number = seconds + all_gather_seconds(group, result), sent_bytes + result, number + 1
+    if operation.kind == "route" and how.experts_see_all and setting.cuts_positions:  # nor is the sum scattered: cut
+        positions, _, width = operation.shape
+        entry = positions * width * setting.width * setting.widening * setting.micro_batch / setting.cp
+        gather = all_gather_seconds(group, entry)
+        return AxisTraffic(2 * gather, 0, 0, 2 * entry, collectives=1), AxisTraffic(gather, 0, 0, entry)
+    seconds = seconds if own is None else own
+    # No block repeats these.
+    return (AxisTraffic(seconds, 0, 0, sent_bytes, collectives=number), AxisTraffic()) if seconds else None
 
 
 def _tensor_seconds(group: Group, num_bytes: float, how: Mechanisms) -> float:
@@ -139,57 +173,67 @@ def _tensor_seconds(group: Group, num_bytes: float, how: Mechanisms) -> float:
     return all_reduce_seconds(group, num_bytes)
 
 
-def _key_value_bytes(operation: Operation, setting: Setting) -> float:
-    """Of keys and values in 16 bits, of as many heads as a rank has (2310.01889; grouped queries: 2305.13245)."""
-    if len(operation.shape) != 5:
-        return 0.0
-    _, keys, _, kv_heads, dim = operation.shape
-    return 2.0 * 2.0 * keys * max(1.0, kv_heads / setting.tp) * dim * setting.micro_batch
-
-
-def _context_seconds(operation: Operation, size: float, setting: Setting, axes: Axes) -> tuple[float, float]:
-    """(Seconds that are waited for, seconds that are not): of Ulysses all its swaps are; of a ring what it does not
-    hide behind its own attention: each pass brings a part while the last one is used.
+def _context_traffic(operation: Operation, setting: Setting, axes: Axes) -> Both:
+    """What cp sends for attention: of Ulysses every second is waited for; of a ring what it does not hide behind its
+    own attention: each pass brings a part while the last one is used.
 
     Ulysses (2309.14509): nothing is hidden. Ring attention (2310.01889): the exchange is hidden where computing a part
     takes longer than bringing the next one; on a processor nothing is.
     """
     if not setting.ring:
-        return 2 * sum(swap_seconds(axes.context, swapped) for swapped in _swapped_bytes(operation, setting)), 0.0
-    if is_processor(axes.machine.device) and len(operation.shape) == 5:
-        _, keys, _, kv_heads, dim = operation.shape
-        return 3 * all_gather_seconds(axes.context, 2 * _feature_bytes(setting) * dim * keys * kv_heads), 0.0
-    seconds = all_gather_seconds(axes.context, size)
-    work = attention_times(operation, setting, axes.machine)
-    shown = max(0.0, seconds - work.forward) + max(0.0, 2 * seconds - work.backward)
-    return shown, 3 * seconds - shown
+        swapped = _swapped_bytes(operation, setting)
+        one_way = AxisTraffic(
+            context=sum(swap_seconds(axes.context, size) for size in swapped), context_bytes=sum(swapped)
+        )
+        return one_way + one_way, one_way
+    parts, sums = _ring_bytes(operation, setting)
+    passed = (setting.cp - 1) / setting.cp  # a rank has its own part
+    forward, summing = (all_gather_seconds(axes.context, size) for size in (parts, sums))
+    backward, behind = forward + summing, (0.0, 0.0)
+    if not is_processor(axes.machine.device):
+        work = attention_times(operation, setting, axes.machine)
+        behind = min(forward, work.forward), min(backward, work.backward)
+    there = AxisTraffic(context=forward - behind[0], context_bytes=passed * parts, context_hidden=behind[0])
+    back = AxisTraffic(context=backward - behind[1], context_bytes=passed * (parts + sums), context_hidden=behind[1])
+    return there + back, there
+
+
+def _ring_bytes(operation: Operation, setting: Setting) -> tuple[float, float]:
+    """(Of a sequence's keys and values, of as many heads as a rank has; of the sums of their gradients, which go around
+    behind them): 2310.01889; grouped queries: 2305.13245.
+    """
+    _, keys, _, kv_heads, dim = operation.shape
+    numbers = 2.0 * keys * max(1.0, kv_heads / setting.tp) * dim * setting.micro_batch
+    parts, least = setting.width * numbers, setting.mechanisms.ring_sum_bytes
+    if not least:
+        return parts, parts
+    home = setting.cp / (setting.cp - 1)  # one pass more than the keys: they end where these began
+    return parts, max(least, setting.width) * numbers * home
 
 
 def _swapped_bytes(operation: Operation, setting: Setting) -> tuple[float, ...]:
-    """Of a rank's queries, results, keys and values, which are swapped, positions for heads, in each direction."""
-    if len(operation.shape) != 5:
-        return ()
+    """Of a rank's queries, results, keys and values, which are swapped, positions for heads, in each direction.
+
+    Key-value heads are repeated until the ranks can share them (parallel/context_ops.py; 2309.14509).
+    """
     queries, keys, heads, kv_heads, dim = operation.shape
-    one = _feature_bytes(setting) * dim / setting.cp
-    return (one * queries * heads,) * 2 + (one * keys * kv_heads,) * 2
+    one = setting.width * setting.micro_batch * dim / setting.cp
+    shared = math.lcm(max(1, kv_heads // setting.tp), setting.cp)
+    return (one * queries * heads / setting.tp,) * 2 + (one * keys * shared,) * 2
 
 
-def _feature_bytes(setting: Setting) -> float:
-    """Of one feature of one position of all samples, on one of tp's ranks: activations are as wide as the precision."""
-    return {"float64": 8.0, "float32": 4.0}.get(setting.precision, 2.0) * setting.micro_batch / setting.tp
-
-
-def _expert_bytes(block: Block, setting: Setting) -> float:
-    """Of one all-to-all: each token goes to its top_k experts; forward and backward have two each (2006.16668)."""
-    if setting.ep == 1:
-        return 0.0
+def _expert_bytes(block: Block, setting: Setting) -> tuple[float, float]:
+    """Of the all-to-all to the experts and of the one back: each token goes to its top_k experts; forward and backward
+    have both (2006.16668).
+    """
     first = next((o for o in block.operations if o.cut == "expert" and is_product(o)), None)
-    if first is None:
-        return 0.0
+    if setting.ep == 1 or first is None:
+        return 0.0, 0.0
     how = setting.mechanisms
-    width = 1.0 if setting.precision == "float8" and how.low_dispatch else 2.0
-    cut = setting.cp * (setting.tp if how.sequence_parallel else 1)
-    return float(first.shape[0]) * first.shape[2] * width * setting.micro_batch / cut
+    width = 1.0 if setting.precision == "float8" and how.low_dispatch else setting.width
+    cut = setting.cp * (setting.token_shards if how.sequence_parallel else 1)
+    size = float(first.shape[0]) * first.shape[2] * width * setting.micro_batch / cut
+    return size * setting.widening, size
 
 
 def _distinct_share(block: Block, setting: Setting, group: Group) -> float:

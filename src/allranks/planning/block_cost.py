@@ -21,6 +21,9 @@ from allranks.planning.setting import Setting
 KEPT_PRODUCTS = 0.5
 """torch's selective policy keeps the result of every second product (TorchTitan 2410.06511, section 2.1.3)."""
 
+CAST = 2.0
+"""Bytes of a weight in autocast's type."""
+
 
 @final
 class Parameters(NamedTuple):  # which is made faster than a dataclass: a search makes tens of thousands
@@ -42,8 +45,8 @@ class BlockCost:
     Attributes:
         forward, backward, weight: device seconds of the forward, of the gradients of inputs, and of those of weights.
         again: what recompute repeats of the forward.
-        tensor, context, expert: seconds of these axes' collectives in forward and backward, before any overlap;
-            `tensor_again`: those that recompute repeats; `context_hidden`: those of a ring that are not waited for.
+        tensor, context, expert: seconds of these axes' collectives in forward and backward and what recompute repeats
+            of them, before any overlap; `context_hidden`: those of a ring that are not waited for.
         kernels: that the host starts in a forward; collectives: among them.
         kept_bytes: activations from its forward to its backward; working_bytes: more while its backward runs.
         logits_bytes: what stands beside them where it ends in a loss.
@@ -57,7 +60,6 @@ class BlockCost:
     weight: float
     again: float
     tensor: float
-    tensor_again: float
     context: float
     expert: float
     kernels: float
@@ -111,6 +113,8 @@ class _Sums:
         kept = operation.saved_bytes * setting.micro_batch / share.kept
         if is_product(operation) and in_low_precision(operation, setting):
             kept /= 2  # the operand is kept in 8 bits (Transformer Engine)
+        if operation.cut == "expert" and is_product(operation) and setting.casts_experts:
+            kept += CAST * held
         if operation.kind == "loss":
             self.logits += _loss_bytes(operation, setting, kept, share.kept)
             return
@@ -163,7 +167,7 @@ def _loss_bytes(operation: Operation, setting: Setting, kept: float, cut: float)
 
 
 def _result_cut(operation: Operation, setting: Setting) -> float:
-    if operation.cut in ("column", "vocab", "expert"):
+    if operation.cut in ("column", "vocab"):
         return float(setting.tp * setting.cp)
     return float(setting.cp * (setting.tp if setting.sequence_parallel else 1))
 
@@ -177,10 +181,11 @@ def _entry_cut(block: Block, setting: Setting) -> float:
 @final
 @dataclass(frozen=True, slots=True)
 class BlockWork:
-    """What a block computes and sends, whatever of it is recomputed."""
+    """What a block computes and sends, whatever of it is recomputed; and what it sends `again` where it is."""
 
     sums: _Sums
     sent: AxisTraffic
+    again: AxisTraffic
 
 
 def block_work(block: Block, setting: Setting, axes: Axes, experts: int) -> BlockWork:
@@ -188,7 +193,7 @@ def block_work(block: Block, setting: Setting, axes: Axes, experts: int) -> Bloc
     sums = _Sums()
     for operation in block.operations:
         sums.add(operation, setting, axes.machine, experts)
-    return BlockWork(sums, axis_traffic(block, setting, axes))
+    return BlockWork(sums, *axis_traffic(block, setting, axes))
 
 
 def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
@@ -200,13 +205,15 @@ def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
     sums, sent = work.sums, work.sent
     entry = block.input_bytes * setting.micro_batch / setting.cp / _entry_cut(block, setting)
     recompute = setting.recompute if block.repeated else "none"
-    again, tensor_again, kept, working = 0.0, 0.0, sums.kept, sums.transient
+    again, kept, working = 0.0, sums.kept, sums.transient
     if recompute == "full":
-        again, tensor_again, kept, working = sums.forward, sent.tensor / 2, entry, sums.kept + sums.transient
+        again, kept, working = sums.forward, entry, sums.kept + sums.transient
+        sent += work.again
     elif recompute == "selective":
         again, kept = sums.again_selective, sums.kept_selective
         if setting.mechanisms.selective == "products":
             kept += entry
+            sent += work.again
         working += max(0.0, sums.kept - kept)
     return BlockCost(
         forward=sums.forward,
@@ -214,7 +221,6 @@ def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
         weight=sums.weight,
         again=again,
         tensor=sent.tensor,
-        tensor_again=tensor_again,
         context=sent.context,
         expert=sent.expert,
         kernels=sums.kernels,

@@ -18,6 +18,7 @@ from allranks.planning.question import Question
 from allranks.planning.reasons import difference
 from allranks.planning.rules import check
 from allranks.planning.scale import cluster_of
+from allranks.planning.setting import setting_of
 from allranks.units import format_bytes
 
 MODES = ("recompute", "sharding", "offload", "schedule", "compile", "context", "gather", "ddp_hook")
@@ -42,7 +43,8 @@ def usual_changes(first: Estimate, question: Question) -> list[str]:
     if layout.dp_shard > 1:
         found += [f"sharding={mode}" for mode in ("full", "grad_op", "optimizer") if mode != layout.sharding]
     found += [f"offload={mode}" for mode in ("none", "activations", "parameters") if mode != layout.offload]
-    found += [f"micro_batch={size}" for size in (choice.micro_batch // 2, choice.micro_batch * 2) if size]
+    larger = choice.micro_batch * 2 if setting_of(choice).micro_steps > 1 else 0
+    found += [f"micro_batch={size}" for size in (choice.micro_batch // 2, larger) if size]
     if choice.precision != "float32":
         found.append("precision=float32")
     total = question.cluster.num_devices

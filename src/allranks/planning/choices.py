@@ -16,6 +16,7 @@ from allranks.layout import ONE_STAGE_EACH, Layout, Sharding
 from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Refusal
+from allranks.planning.micro_step_rules import OF_MICRO_BATCH
 from allranks.planning.rules import check, check_modes
 from allranks.upkeep import Upkeep
 
@@ -114,9 +115,9 @@ def groups(
 ) -> Iterator[Group]:
     """The groups of a layout without modes; what a rule refuses is noted in `refusals`.
 
-    That a pipeline has too few micro-steps only where every micro-batch and schedule leaves too few.
+    That there are too few micro-steps, or too many, only where no micro-batch and schedule is let in.
     """
-    profile, too_few, let_in = space.profiles[precision], list[Refusal](), False
+    profile, of_batches, let_in = space.profiles[precision], list[Refusal](), False
     for schedule in space.options("schedule", schedules) if layout.pp > 1 else ("1f1b",):
         made = replace(layout, schedule=schedule)
         chunks = made.num_stages // made.pp
@@ -127,12 +128,12 @@ def groups(
                 let_in = True
                 yield Group(profile, choice)
                 continue
-            if refusal.rule != "pipeline_batch":
+            if refusal.rule not in OF_MICRO_BATCH:
                 refusals.setdefault((refusal.rule, refusal.layout), refusal)
                 break  # another micro-batch does not help
-            too_few.append(refusal)
-    if too_few and not let_in:
-        refusals.setdefault((too_few[0].rule, too_few[0].layout), too_few[0])
+            of_batches.append(refusal)
+    if of_batches and not let_in:
+        refusals.setdefault((of_batches[0].rule, of_batches[0].layout), of_batches[0])
 
 
 def splits(space: Space, layout: Layout) -> tuple[Layout, ...]:
@@ -185,22 +186,22 @@ def kept_modes(space: Space) -> tuple[tuple[str, str], ...]:
 def of_layout(space: Space, layout: Layout, refusals: dict[tuple[str, str], Refusal]) -> Iterator[Choice]:
     """The choices that have this very layout, in every open precision and micro-batch; refused ones are noted.
 
-    Too few micro-steps of a pipeline as in `groups`.
+    Too few micro-steps or too many as in `groups`.
     """
     for precision, profile in space.profiles.items():
-        too_few, let_in = list[Refusal](), False
+        of_batches, let_in = list[Refusal](), False
         for micro_batch in space.micro_batches(layout):
             chunks = layout.num_stages // layout.pp
             choice = Choice(layout, space.global_batch, micro_batch, precision, chunks, space.upkeep)
             if (refusal := check(profile, space.cluster, choice)) is None:
                 let_in = True
                 yield choice
-            elif refusal.rule == "pipeline_batch":
-                too_few.append(refusal)
+            elif refusal.rule in OF_MICRO_BATCH:
+                of_batches.append(refusal)
             else:
                 refusals.setdefault((refusal.rule, refusal.layout), refusal)
-        if too_few and not let_in:
-            refusals.setdefault((too_few[0].rule, too_few[0].layout), too_few[0])
+        if of_batches and not let_in:
+            refusals.setdefault((of_batches[0].rule, of_batches[0].layout), of_batches[0])
 
 
 def every_choice(space: Space) -> Iterator[Choice]:

@@ -82,6 +82,8 @@ def _sent(collectives: list[dict[str, Any]], layout: Layout) -> Counter[str]:
             continue
         if axis == "pp" and one["op"] != "send":  # a plan has no sums of what the first and the last stage share
             continue
+        if axis == "cp" and layout.dp == 1 and one["op"] == "all-reduce":
+            axis = "dp"  # gradients: the ranks of a sequence are all the data-parallel ones that there are
         if axis.startswith("dp") or axis not in CAUSES:
             among_sharers = "dp_shard" in axis
             if shared and layout.dp_replicate > 1:

@@ -94,7 +94,7 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
     sums = [0.0] * 7 + [how.fixed.micro_step]
     for count, cost in zip(held, costs, strict=True):
         if count:
-            exposed = (1 - how.overlap_tensor) * (cost.tensor + cost.tensor_again)
+            exposed = (1 - how.overlap_tensor) * cost.tensor
             kernels = cost.kernels * (3 + (1 if cost.again > 0.5 * cost.forward else 0))
             collective = how.collective_kernels * how.dispatch_seconds + how.wait_seconds * max(0, setting.tp - SOCKET)
             dispatched = kernels * how.dispatch_seconds + cost.collectives * 3 * collective
@@ -215,9 +215,9 @@ def _traffic(
         if degree > 1:
             sent = steps * sum(n * getattr(cost, size) for n, cost in zip(held, parts.costs, strict=True))
             count = steps * sum(n for n in held) * 4
-            # What another axis than cp sends is waited for.
-            hidden = steps * sum(n * cost.context_hidden for n, cost in zip(held, parts.costs, strict=True))
-            hidden = hidden if axis == "cp" else 0.0
+            shown = axis != "cp"  # a ring hides messages; what the others send is waited for
+            behind = 0.0 if shown else sum(n * cost.context_hidden for n, cost in zip(held, parts.costs, strict=True))
+            hidden = steps * behind
             rows.append(Traffic(axis, group.link.name, sent, count, exposed + hidden, hidden))
     rows += pipeline_traffic(parts.profile, parts.cluster, setting, axes, time.pipeline)
     return (*rows, *_data_rows(axes, data))

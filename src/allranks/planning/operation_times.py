@@ -5,7 +5,8 @@ from typing import final
 
 from allranks.model_profile import Operation
 from allranks.planning.compute import GROUPED, Machine, attention_seconds, matmul_seconds, moving_seconds
-from allranks.planning.setting import TORCH_COPIES, Setting
+from allranks.planning.mechanisms import TORCH_COPIES
+from allranks.planning.setting import Setting
 
 KERNELS = {"matmul": 2, "conv": 2, "attention": 2, "norm": 1, "elementwise": 2, "embedding": 2, "loss": 8, "route": 120}
 """Kernels that the host starts for one operation's forward, casts included; its backward starts twice as many. A router
@@ -60,7 +61,8 @@ def share_of(operation: Operation, setting: Setting) -> Share:
         return Share(spread * cp, 1, cp * (tp if setting.cuts_positions else 1))
     if operation.cut == "expert":
         weights = setting.ep * setting.mechanisms.expert_tensor(setting.tp)
-        return Share(tp * cp, weights, tp * cp if setting.sequence_parallel or operation.kind != "matmul" else cp)
+        shared = setting.token_shards * cp
+        return Share(shared, weights, shared if setting.sequence_parallel or operation.kind != "matmul" else cp)
     return Share(cp, 1, cp * spread)
 
 
@@ -107,7 +109,7 @@ def _product_times(operation: Operation, setting: Setting, machine: Machine, exp
         into /= setting.tp
     elif cut == "expert":
         groups = max(1.0, experts / setting.ep)
-        rows = rows / setting.tp / groups
+        rows = rows / setting.token_shards / groups
     elif how.sequence_parallel:
         rows /= setting.tp
     work = 1.0 / GROUPED if groups > 1 else 1.0

@@ -17,7 +17,7 @@ def message_bytes(profile: ModelProfile, setting: Setting) -> float:
     Stages that share an activation's positions (2205.05198) or send a part each (2104.04473, section 4.1) send 1/tp.
     """
     block = next((b for b in profile.blocks if b.repeated), profile.blocks[0])
-    size = block.input_bytes * setting.micro_batch / setting.cp
+    size = block.input_bytes * setting.stream_widening * setting.micro_batch / setting.cp
     return size / (setting.tp if setting.sequence_parallel or setting.mechanisms.scattered_sends else 1)
 
 

@@ -17,6 +17,7 @@ from allranks.layout import Layout
 from allranks.layout_refusals import refuse_beside_float8, refuse_unsupported
 from allranks.model_profile import ModelProfile, Operation
 from allranks.plan import Choice, Refusal
+from allranks.planning.micro_step_rules import micro_steps, name_data, name_stages, pipeline_batch
 from allranks.planning.sending_less import slow_links
 
 Rule = Callable[[ModelProfile, Cluster, Choice], Refusal | None]
@@ -60,7 +61,7 @@ def batch(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | 
     if size >= dp:
         return None
     because = f"a global batch of {size} leaves {dp - size} of dp_replicate * dp_shard = {dp} ranks without a sample"
-    return Refusal("batch", _data(choice.layout), because)
+    return Refusal("batch", name_data(choice.layout), because)
 
 
 def precision(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
@@ -145,30 +146,8 @@ def pipeline_blocks(profile: ModelProfile, cluster: Cluster, choice: Choice) -> 
     blocks = profile.num_repeated or sum(block.count for block in profile.blocks if block.parameters)
     if blocks >= layout.num_stages:
         return None
-    return Refusal(
-        "pipeline_blocks", _stages(layout), f"{layout.num_stages} stages need as many blocks, and there are {blocks}"
-    )
-
-
-def pipeline_batch(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
-    """Micro-steps of a pipeline have one shape, and are as many as the schedule takes."""
-    layout = choice.layout
-    if layout.pp == 1:
-        return None
-    share, left = divmod(choice.global_batch, layout.dp)
-    where = _stages(layout) if layout.dp == 1 else f"{_data(layout)},{_stages(layout)}"
-    if left:
-        because = f"pp={layout.pp} wants equal shares, and a global batch of {choice.global_batch} over "
-        return Refusal("pipeline_batch", where, f"{because}dp={layout.dp} leaves {left}")
-    if share % choice.micro_batch:
-        because = f"does not divide the {share} samples of a data-parallel rank, and pp={layout.pp} wants one shape"
-        return Refusal("pipeline_batch", f"{where},micro_batch={choice.micro_batch}", because)
-    micro_steps = share // choice.micro_batch
-    if layout.fits_schedule(micro_steps):
-        return None
-    rounds = f", in multiples of {layout.pp}" if layout.num_stages > layout.pp else ""
-    because = f"schedule={layout.schedule} over {layout.num_stages} stages takes as many micro-steps at least{rounds}"
-    return Refusal("pipeline_batch", where, f"{because}; a rank has {micro_steps}")
+    because = f"{layout.num_stages} stages need as many blocks, and there are {blocks}"
+    return Refusal("pipeline_blocks", name_stages(layout), because)
 
 
 def chunks(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
@@ -228,7 +207,7 @@ def modes(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | 
 
 
 RULES: tuple[Rule, ...] = (
-    *(world, batch, precision, tensor, context, expert, pipeline_blocks, chunks, pipeline_batch),
+    *(world, batch, precision, tensor, context, expert, pipeline_blocks, chunks, pipeline_batch, micro_steps),
     *(sharding, blocks, modes, slow_links),
 )
 MODE_RULES: tuple[Rule, ...] = (precision, sharding, blocks, modes, slow_links)
@@ -281,15 +260,6 @@ def _divisors(axis: str, number: int) -> str:
     """`tp can be 1, 2, 4`: at most the eight largest below 1000."""
     found = [n for n in range(1, min(number, 1000) + 1) if number % n == 0]
     return f"{axis} can be {', '.join(map(str, found[-8:]))}"
-
-
-def _data(layout: Layout) -> str:
-    written = [f"{axis}={degree}" for axis in ("dp_replicate", "dp_shard") if (degree := getattr(layout, axis)) > 1]
-    return ",".join(written) or "single"
-
-
-def _stages(layout: Layout) -> str:
-    return f"pp={layout.pp}" + ("" if layout.schedule == "1f1b" else f",schedule={layout.schedule}")
 
 
 def _modes(layout: Layout) -> str:

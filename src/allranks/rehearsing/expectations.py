@@ -57,7 +57,7 @@ def closed_form(operation: Operation, model: FailureModel) -> tuple[float | None
             f"interval of {format_seconds(tier.every_seconds)} alone makes {at_end:.1%}"
         )
     down = operation.detect_seconds + operation.restart_seconds + tier.load_seconds + tier.lag_seconds
-    found = expected_goodput(1 / mean, down, tier.every_seconds, tier.stall_seconds)
+    found = expected_goodput(1 / mean, down, tier.every_seconds, tier.stopped_seconds)
     return found, "Daly, FGCS 2006; with spares for every failure"
 
 

@@ -55,7 +55,7 @@ class Lanes:
             for name in ("every_seconds", "lag_seconds", "load_seconds")
         )
         self.survives = np.array([tier.survives for tier in operations[0].tiers])
-        stalls = np.stack([each([o.tiers[place].stall_seconds for o in operations]) for place in places])
+        stalls = np.stack([each([o.tiers[place].stopped_seconds for o in operations]) for place in places])
         self.training_share = 1 / (1 + (stalls / self.every).sum(axis=0))
         self.lag = self.lag * self.training_share  # in training, as the intervals are
         num_lanes = len(self.runs)

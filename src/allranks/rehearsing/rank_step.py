@@ -84,6 +84,8 @@ class WatchedPasses(Passes):
         self.recording = self.ended = False
         self.reset: Callable[[], None] = lambda: None
         self.unreached: list[str] = []
+        if spread.experts is not None:
+            self._give_before(spread.experts)
 
     def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
         self.reset()
@@ -103,6 +105,25 @@ class WatchedPasses(Passes):
             if isinstance(self._passes, AlternatingPasses):
                 self._note("step()")  # between two losses the Task's own code runs
         self._note("update")
+
+    def _give_before(self, experts: Any) -> None:
+        """Cut experts whose blocks are left out get theirs before the reduction: that makes one of zeros where none is,
+        which would lie beside the one that they have on paper.
+        """
+        reduce = experts.reduce
+
+        def give_and_reduce(*among: Any) -> None:
+            if self.recording:
+                going_on = self._ledger.stretches[-1]
+                self._note(GIVEN)
+                self._give()
+                self.mark()
+                self._ledger.begin(going_on.phase, "", going_on.micro_step)
+            else:
+                self._give()
+            reduce(*among)
+
+        experts.reduce = give_and_reduce
 
     def _note(self, phase: str) -> None:
         if self.recording:

@@ -135,7 +135,7 @@ def _intervals(operation: Operation, model: FailureModel, shortest: float) -> li
     """Around what the formula says and what the user chose, rising."""
     formula, own = best_interval(operation, model, shortest), operation.tiers[-1].every_seconds
     around = [formula * step for step in STEPS_OF_INTERVAL] + [own * step for step in (0.5, 1.0, 2.0)]
-    return sorted({min(max(every, shortest), operation.seconds) for every in around})
+    return sorted({min(own, operation.seconds), *(min(max(every, shortest), operation.seconds) for every in around)})
 
 
 def _spares(operation: Operation, model: FailureModel) -> list[int]:

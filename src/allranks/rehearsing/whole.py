@@ -16,7 +16,7 @@ from allranks.rehearsing.dryrun import World, rehearse_rank
 from allranks.task import Task
 
 CONTEXT_BYTES = 2.0e9
-"""Of the driver, the libraries and their communicators on a GPU: what the planner counts (planning/setting.py)."""
+"""Of the driver, the libraries and their communicators on a GPU: what the planner counts (planning/mechanisms.py)."""
 SLACK = 0.12
 """Of what comes and goes in a step: by how much the allocator's blocks exceed it, as in the planner."""
 REPEATED_SLACK, RESTING_SLACK = 0.2, 0.09

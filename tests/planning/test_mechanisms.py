@@ -1,0 +1,28 @@
+"""What torch does as allranks sets it up: bytes for a parameter, and what a loss holds."""
+
+from dataclasses import replace
+
+from allranks.planning.mechanisms import Mechanisms, mechanisms_of
+from tests.planning.profiles import choose
+
+
+def test_float32_parameters_whatever_the_precision() -> None:
+    ddp = mechanisms_of(choose(dp_replicate=8))
+    # Law 7: parameters, gradients and both moments of Adam in float32; autocast's copies of the weights beside them.
+    assert (ddp.weight_bytes, ddp.gradient_bytes, ddp.optimizer_bytes, ddp.cast_bytes) == (4, 4, 8, 2)
+    fsdp = mechanisms_of(choose(dp_shard=8))
+    assert (fsdp.gather_bytes, fsdp.reduce_bytes, fsdp.cast_bytes) == (2, 4, 0)
+    exact = mechanisms_of(choose(dp_shard=8, gather="float32"))
+    assert exact.gather_bytes == 4
+    double = mechanisms_of(replace(choose(dp_replicate=2), precision="float64"))
+    assert (double.weight_bytes, double.optimizer_bytes, double.cast_bytes) == (8, 16, 0)
+
+
+def test_a_compressing_hook_halves_the_traffic() -> None:
+    assert mechanisms_of(choose(dp_replicate=8, ddp_hook="bfloat16")).reduce_bytes == 2
+    assert mechanisms_of(choose(dp_replicate=8)).reduce_bytes == 4
+
+
+def test_tensor_parallelism_makes_its_loss_operation_by_operation() -> None:
+    how = mechanisms_of(choose(tp=2))
+    assert how.cut_logits_copies > how.logits_copies == Mechanisms().logits_copies
