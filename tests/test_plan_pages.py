@@ -126,7 +126,7 @@ def test_its_numbers_are_those_of_the_command(cluster: str, capsys: pytest.Captu
 
 
 def test_the_plain_strategies_lose_or_fail() -> None:
-    """What the page is for: on 40 GB nothing plain fits; on 80 GB two do, and neither is faster than what wins."""
+    """What the page is for: on 40 GB nothing plain fits; on 80 GB one does, which is what wins."""
     text = (ROOT / HUNDRED).read_text()
     small = text[text.index("A100 40 GB") :].partition("\n## ")[0]
     rows = re.findall(r"^\| (\w[^|]+) \| `.*? \| (yes|no) \| ", small, re.MULTILINE)
@@ -141,5 +141,4 @@ def test_the_plain_strategies_lose_or_fail() -> None:
         for minutes, rest in [step.removesuffix(" s").split(" min ")]
     }
     best = seconds.pop("**the best**")
-    assert set(seconds) == {"FSDP alone", "pp, as deep as it goes, in copies"}
-    assert min(seconds.values()) >= best and max(seconds.values()) > 1.5 * best
+    assert seconds == {"FSDP alone": best}

@@ -45,8 +45,8 @@ def render_100b() -> str:
     state = 16 * shape.parameters
     parts = [
         "# Plan a model of 100 billion parameters\n",
-        "Will it fit on eight nodes of eight A100, which layout is the fastest, and why do the plain strategies lose or"
-        " fail? Nothing has to be rented to ask. Every number on this page is printed by the commands on it"
+        "Will it fit on eight nodes of eight A100, which layout is the fastest, and which of the plain strategies lose"
+        " or fail, and why? Nothing has to be rented to ask. Every number on this page is printed by the commands on it"
         " (`make fix` writes them anew, and a test fails when they are stale); they are estimates, with a 90% interval"
         " beside them where the commands print one.\n",
         f"The model is `{MODEL}`: {shape.layers} layers, {shape.hidden} wide, {shape.parameters / 1e9:.1f} billion"
@@ -114,8 +114,8 @@ def _ending(plan: Plan) -> str:
 .venv/bin/{rehearsal(plan)}
 ```
 
-The last one makes a step of the best layout, the real program as one of its 64 processes and without their devices: a
-minute, and memory and messages are counted instead of calculated.
+The last one makes a step of the best layout, the real program as one of its 64 processes and without their devices: memory and
+messages are counted instead of calculated.
 
 `plans/100b/RUN.toml` holds layout, batch and precision; with your Task, `allranks train TASK plans/100b/RUN.toml`
 takes it as it is.
@@ -131,7 +131,8 @@ def _reasons() -> str:
         "**tp** divides layers and activations, and adds all-reduces that nothing hides; it stops at the 8 key-value"
         " heads, and beyond a node it would go over the slow links.",
         "**pp** divides layers with little traffic; its ranks wait for the first and the last micro-steps, and for the"
-        " stage with the most layers.",
-        "Together they divide different things, each where it is cheap: tp inside the node, FSDP over what is left.",
+        " stage with the most layers, and keep memory for every micro-step of a step that they receive.",
+        "Together they divide different things, each where it is cheap: tp inside the node, FSDP over what is left. On"
+        " devices of 40 GB nothing else does.",
     )
     return "\n".join(f"- {reason}" for reason in reasons)

@@ -68,6 +68,8 @@ class Block:
         name: of the module, "layers.*" for `count` equal ones in a row.
         input_bytes: activations that enter it, per sample (what recompute=full keeps, what a stage sends).
         repeated: whether it is one of the model's repeated blocks (else what stands before, between or after them).
+        low_stream: whether what goes from block to block is counted in the precision's own width, as shapes have it;
+            else as it was traced.
     """
 
     name: str
@@ -75,6 +77,12 @@ class Block:
     count: int = 1
     input_bytes: float = 0.0
     repeated: bool = False
+    low_stream: bool = False
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a part of its tokens goes through each of several feed-forwards."""
+        return any(operation.cut == "expert" for operation in self.operations)
 
     @property
     def parameters(self) -> int:

@@ -171,7 +171,7 @@ class _Writer:
             cut="vocab",
         )
         added = Operation("positions", "embedding", 0.0, (), 0.0, 0.0, 0.0, learned, 4.0 * learned)
-        return Block("embedding", (rows, added) if learned else (rows,), 1, 8.0 * self.made.seq)
+        return Block("embedding", (rows, added) if learned else (rows,), 1, 8.0 * self.made.seq, low_stream=True)
 
     def layer(self, count: int, experts: bool) -> Block:
         shape = self.shape
@@ -180,7 +180,7 @@ class _Writer:
         operations += self._experts() if experts else self.made.feed_forward("mlp", shape.ffn)
         operations.append(self.made.residual("residual2"))
         name = "experts.*" if experts else "layers.*"
-        return Block(name, tuple(operations), count, self.made.rows(shape.hidden), repeated=True)
+        return Block(name, tuple(operations), count, self.made.rows(shape.hidden), True, low_stream=True)
 
     def head(self) -> Block:
         shape = self.shape
@@ -204,7 +204,7 @@ class _Writer:
             4.0 * self.made.seq,
             cut="vocab",
         )
-        return Block("head", (self.made.norm("norm"), logits, loss), 1, self.made.rows(shape.hidden))
+        return Block("head", (self.made.norm("norm"), logits, loss), 1, self.made.rows(shape.hidden), low_stream=True)
 
     def _attention(self) -> list[Operation]:
         shape, dim = self.shape, self.shape.dim

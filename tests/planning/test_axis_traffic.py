@@ -100,7 +100,7 @@ def test_ulysses_repeats_key_value_heads_until_the_ranks_can_share_them() -> Non
 
 def test_a_ring_of_torch_sends_sums_in_float32_until_they_are_at_home() -> None:
     """Keys and values n - 1 times in each direction, the sums of their gradients n times (parallel/ring.py)."""
-    how = Mechanisms(ring_sum_bytes=4.0)
+    how = Mechanisms(ring_sum_bytes=4.0, repeats_messages=True)
     for precision, width in (("bfloat16", 2.0), ("float32", 4.0), ("float64", 8.0)):
         part = 2 * (2048 / 4) * 4 * 128
         sent, again = both(SHAPE, how, cp=4, precision=precision)
@@ -125,8 +125,8 @@ def test_what_a_norm_has_made_travels_in_float32() -> None:
 def test_a_repeated_forward_sends_again_what_its_backward_asks_for() -> None:
     """Of two products whose results are summed not the last one's; of a gather and a scatter there not the scatter."""
     size = 2.0 * 2048 * 1024
-    assert both(SHAPE, tp=4)[1].tensor_bytes == 2 * 2 * size
-    stops = Mechanisms(recomputes_to_last_kept=True)
+    assert both(SHAPE, Mechanisms(repeats_messages=True), tp=4)[1].tensor_bytes == 2 * 2 * size
+    stops = Mechanisms(repeats_messages=True, recomputes_to_last_kept=True)
     assert both(SHAPE, stops, tp=4)[1].tensor_bytes == 2 * size
     cut = replace(stops, keeps_gathered_inputs=True)
     sent, again = both(SHAPE, cut, tp=4)

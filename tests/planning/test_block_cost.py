@@ -44,7 +44,8 @@ def test_tensor_parallelism_divides_the_matrices() -> None:
 
 
 def test_full_recompute_repeats_the_forward_and_keeps_the_input() -> None:
-    plain, full = cost(tp=2), cost(tp=2, recompute="full")
+    how = Mechanisms(repeats_messages=True)
+    plain, full = cost(tp=2, how=how), cost(tp=2, recompute="full", how=how)
     assert full.again == plain.forward
     assert (full.tensor, full.tensor_bytes) == (1.5 * plain.tensor, 1.5 * plain.tensor_bytes) != (0.0, 0.0)
     assert full.kept_bytes == plain.entry_bytes

@@ -12,8 +12,9 @@ def test_float32_parameters_whatever_the_precision() -> None:
     assert (ddp.weight_bytes, ddp.gradient_bytes, ddp.optimizer_bytes, ddp.cast_bytes) == (4, 4, 8, 2)
     fsdp = mechanisms_of(choose(dp_shard=8))
     assert (fsdp.gather_bytes, fsdp.reduce_bytes, fsdp.cast_bytes) == (2, 4, 0)
-    exact = mechanisms_of(choose(dp_shard=8, gather="float32"))
-    assert exact.gather_bytes == 4
+    half = replace(choose(dp_shard=8), precision="float16")  # which parallel/precision gathers in float32
+    for wide in (mechanisms_of(choose(dp_shard=8, gather="float32")), mechanisms_of(half)):
+        assert (wide.gather_bytes, wide.cast_bytes) == (4, 2)
     double = mechanisms_of(replace(choose(dp_replicate=2), precision="float64"))
     assert (double.weight_bytes, double.optimizer_bytes, double.cast_bytes) == (8, 16, 0)
 

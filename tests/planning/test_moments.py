@@ -18,7 +18,7 @@ PLACES = Places(around=30, before=10, head=20, block=7, last=2, whole=100)
 HELD = Held(
     has=PLACES, makes=PLACES, casts=85, block_casts=6, casts_around=20, gradient_bytes=400, expert_gradient_bytes=0,
     kept_bytes=1000, one_kept_bytes=1000, first_kept_bytes=100, times=1, working_bytes=50, head_bytes=300,
-    logits_bytes=600,
+    logits_bytes=600, other_logits_bytes=0,
 )  # fmt: skip
 
 
@@ -162,3 +162,22 @@ def test_a_plan_holds_what_the_program_holds_on_every_axis(
     model: tuple[str, ...], layout: str, words: tuple[str, ...]
 ) -> None:
     check_against_a_dry_run(model, layout, words)
+
+
+def test_losses_of_other_micro_steps_wait_for_their_backwards() -> None:
+    """Where all forwards come first; not beside the update, nor before the first of them."""
+    other = HELD._replace(other_logits_bytes=9)
+    for given in (setting(pp=2, schedule="gpipe"), setting(pp=2, dp_shard=2)):
+        for plain, found in zip(moments(given, HELD), moments(given, other), strict=True):
+            assert found.logits - plain.logits == (9 if plain.activations else 0)
+    assert next(moments(setting(), other)).total == HELD.gradients
+
+
+def test_what_shards_are_multiplied_in_is_copied_where_they_are_not_gathered_in_it() -> None:
+    """autocast's copies stay until the backward (float16); under recompute those of one block alone."""
+    low, half = setting(dp_shard=2), setting(dp_shard=2, precision="float16")
+    assert max(m.activations for m in moments(half, HELD)) - max(m.activations for m in moments(low, HELD)) == 2 * 85
+    low, half = (setting(dp_shard=2, recompute="full", precision=name) for name in ("bfloat16", "float16"))
+    most = HELD._replace(working_bytes=900)
+    grown = max(m.activations for m in moments(half, most)) - max(m.activations for m in moments(low, most))
+    assert grown == 2 * 20 + 2 * 6

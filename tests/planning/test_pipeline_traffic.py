@@ -1,20 +1,21 @@
 """What stages of a pipeline send: how often, how much, and over which link."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from allranks.model_profile import Operation
 from allranks.plan import Estimate
 from allranks.planning.axis_traffic import axes_of
 from allranks.planning.estimate import estimate
 from allranks.planning.mechanisms import Mechanisms
-from allranks.planning.pipeline_traffic import hop_seconds, message_bytes, messages_by_link
-from allranks.planning.setting import Setting
+from allranks.planning.pipeline_traffic import hop_seconds, message_bytes, messages_by_link, received_bytes
+from allranks.planning.setting import Setting, setting_of
 from tests.planning.profiles import choose, cluster, decoder
 
 PROFILE = decoder(layers=16, hidden=1024, ffn=4096, seq=2048, vocab=256)
-ACTIVATION = 4.0 * 2048 * 1024
-"""Autocast leaves what goes from block to block in float32."""
+ACTIVATION = 2.0 * 2048 * 1024
 
 
 def of(pp: int, nodes: int = 1, devices: int = 8, **changes: Any) -> Estimate:
@@ -64,9 +65,32 @@ def test_messages_of_a_micro_step(schedule: str, pp: int, messages: int) -> None
     assert messages_by_link(setting, 8) == (messages, 0)
 
 
+def test_a_shapes_stream_is_float32_where_no_weight_is_gathered_in_16_bits() -> None:
+    """As traced ones have it already; and experts give back what a norm has made, whoever gathers."""
+    of_shape = replace(PROFILE, blocks=tuple(replace(block, low_stream=True) for block in PROFILE.blocks))
+    copies, shards = (setting_of(choose(64, 2, pp=2, **data)) for data in ({"dp_replicate": 4}, {"dp_shard": 4}))
+    assert message_bytes(PROFILE, copies) == message_bytes(of_shape, shards) == 2 * ACTIVATION
+    assert message_bytes(of_shape, copies) == 4 * ACTIVATION
+    expert = Operation("up", "matmul", cut="expert", shape=(4, 4, 4))
+    experts = replace(of_shape, blocks=tuple(replace(b, operations=(expert,)) for b in of_shape.blocks))
+    assert message_bytes(experts, shards) == 4 * ACTIVATION
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "messages"),
+    [("1f1b", 0, 1), ("1f1b", 1, 2), ("1f1b", 3, 1), ("interleaved", 0, 3), ("interleaved", 1, 4), ("zbv", 0, 2)],
+)
+def test_stages_keep_memory_for_every_micro_step_that_they_receive(schedule: str, rank: int, messages: int) -> None:
+    """torch's PipelineStage; of four ranks, an activation for each stage but the first, a gradient but for the last."""
+    setting = setting_of(replace(choose(64, 2, pp=4, schedule=schedule), chunks=1 if schedule == "1f1b" else 2))
+    assert received_bytes(PROFILE, setting, rank) == 32 * messages * message_bytes(PROFILE, setting)
+    assert received_bytes(PROFILE, replace(setting, pp=1), rank) == 0.0
+    assert received_bytes(PROFILE, replace(setting, mechanisms=Mechanisms()), rank) == 0.0
+
+
 def test_what_is_cut_is_sent_in_parts() -> None:
     whole = message_bytes(PROFILE, Setting(64, 2, pp=2))
-    assert whole == ACTIVATION  # of two samples in 16 bits
+    assert whole == 2 * ACTIVATION
     assert message_bytes(PROFILE, Setting(64, 2, pp=2, cp=2)) == whole / 2
     assert message_bytes(PROFILE, Setting(64, 2, pp=2, tp=4)) == whole
     scattered = Mechanisms(scattered_sends=True)

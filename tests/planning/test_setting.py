@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from allranks.data.cut import Cut
+from allranks.model_profile import Block, Operation
 from allranks.plan import Choice
 from allranks.planning.mechanisms import Mechanisms
 from allranks.planning.setting import Setting, setting_of
@@ -59,12 +60,20 @@ def test_experts_that_stay_are_cast_for_every_forward() -> None:
 
 
 def test_what_is_float32_under_autocast() -> None:
-    """Norms; what goes from block to block where no weight is gathered in the lower type."""
-    ddp, fsdp = setting_of(choose(dp_replicate=8)), setting_of(choose(dp_shard=8))
-    assert (ddp.width, ddp.widening, ddp.stream_widening) == (2.0, 2, 2)
-    assert (fsdp.width, fsdp.widening, fsdp.stream_widening) == (2.0, 2, 1)
-    exact = setting_of(replace(choose(dp_replicate=8), precision="float32"))
-    assert (exact.width, exact.widening, exact.stream_widening) == (4.0, 1, 1)
+    """Norms; what goes from block to block where no weight is gathered in the lower type, or experts give it."""
+    plain = Block("layer", (), low_stream=True)
+    experts = replace(plain, operations=(Operation("up", "matmul", cut="expert"),))
+
+    def widths(choice: Choice) -> tuple[float, int, int, int]:
+        got = setting_of(choice)
+        return got.width, got.widening, got.stream_widening(plain), got.stream_widening(experts)
+
+    ddp, fsdp = choose(dp_replicate=8), choose(dp_shard=8)
+    assert widths(ddp) == widths(choose(dp_shard=8, gather="float32")) == (2.0, 2, 2, 2)
+    assert widths(fsdp) == (2.0, 2, 1, 2)
+    assert widths(replace(fsdp, precision="float16")) == (2.0, 2, 2, 2), "gathered in float32"
+    assert widths(replace(ddp, precision="float32")) == (4.0, 1, 1, 1)
+    assert setting_of(ddp).stream_widening(replace(plain, low_stream=False)) == 1, "traced as it is"
     assert Setting(8, 1).widening == 1, "of another framework"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 from allranks.cli.planned_model import Subject
+from allranks.layout import Layout
 from allranks.plan import Choice
 from allranks.plan_request import PlanRequest
 from allranks.planning.dry_run import DryRun, read_dry_run
@@ -69,6 +70,8 @@ class Rehearser:
         found = [*self._arguments, *self._sizes, "--cluster", where, "--layout", str(layout)]
         if layout.cp > 1:
             found.append(f"layout.context={layout.context}")
+        if layout.gather != Layout().gather:
+            found.append(f"layout.gather={layout.gather}")
         found += [f"train.global_batch={choice.global_batch}", f"train.precision={choice.precision}"]
         if question.seq is not None and self._subject.task is None:
             found.append(f"task.seq={question.seq}")

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+PARCEL_BYTES = 1 << 28
+"""Of the copy in which gradients travel together: one of all would be as large as they are."""
 TOGETHER = 1 << 18
 """Elements from which on a gradient travels by itself: the others are copied together, and back."""
 
@@ -38,7 +40,7 @@ def average_gradients(
             parameter.grad = torch.zeros_like(parameter)
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
     gradients = [gradient._local_tensor if isinstance(gradient, DTensor) else gradient for gradient in found]
-    for places in alike(gradients):
+    for places in parcels(gradients):
         some, lacking = [gradients[at] for at in places], [missing[at] for at in places if not used]
         flags = tell_gradients(lacking, some[0])
         flat = torch.cat([*(gradient.reshape(-1) for gradient in some), flags]).to(device)
@@ -49,6 +51,20 @@ def average_gradients(
         for gradient, part in zip(some, parts, strict=True):
             gradient.copy_(part.view(gradient.shape))
         take_back([parameters[at] for at in places if not used], lacking, flags)
+
+
+def parcels(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The places of tensors that travel in one message: what is `alike`, so many that their copy stays small."""
+    found: list[list[int]] = []
+    for places in alike(tensors):
+        size = 0
+        for place in places:
+            if not size or size + tensors[place].nbytes > PARCEL_BYTES:
+                found.append([])
+                size = 0
+            found[-1].append(place)
+            size += tensors[place].nbytes
+    return found
 
 
 def take_from_first(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:

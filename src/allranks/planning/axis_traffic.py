@@ -1,7 +1,7 @@
 """What tp, cp and ep send for one block, one micro-step and one rank: seconds before any overlap, and bytes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from allranks.cluster import Cluster
@@ -82,6 +82,10 @@ class AxisTraffic:
     collectives: int = 0
     context_hidden: float = 0.0
 
+    def shown(self) -> "AxisTraffic":
+        """The same where no attention hides it."""
+        return replace(self, context=self.context + self.context_hidden, context_hidden=0.0)
+
     def __add__(self, other: "AxisTraffic") -> "AxisTraffic":
         """Of both."""
         return AxisTraffic(
@@ -108,28 +112,48 @@ def axis_traffic(block: Block, setting: Setting, axes: Axes) -> Both:
     (GShard 2006.16668), by all-to-all.
     """
     sent, again = AxisTraffic(), AxisTraffic()
-    last = next((operation for operation in reversed(block.operations) if is_product(operation)), None)
+    wider = setting.stream_widening(block)
+    ends = _ending(block)
     for operation in block.operations:
-        found = _tensor_traffic(operation, setting, axes, operation is last) if setting.tp > 1 else None
+        found = _tensor_traffic(operation, setting, axes, wider, operation is ends) if setting.tp > 1 else None
         if setting.cp > 1 and operation.kind == "attention" and len(operation.shape) == 5:
             found = _context_traffic(operation, setting, axes)
         if found is not None:
             sent, again = sent + found[0], again + found[1]
     out, back = _expert_bytes(block, setting)
-    if out:
+    if out and setting.ep > 1:
         share = _distinct_share(block, setting, axes.expert)
         seconds = sum(all_to_all_seconds(axes.expert, size, share) for size in (out, back))
         sent += AxisTraffic(expert=2 * seconds, expert_bytes=2 * (out + back), collectives=2)
         again += AxisTraffic(expert=seconds, expert_bytes=out + back)
+    if out and setting.tp > 1 and setting.mechanisms.experts_see_all and setting.cuts_positions:
+        # Their tokens are gathered; of the sum, which every rank has, each takes its part.
+        entry = out / _choices(block)
+        seconds = all_gather_seconds(axes.tensor, entry)
+        sent += AxisTraffic(2 * seconds, 0, 0, 2 * entry, collectives=1)
+        again += AxisTraffic(seconds, 0, 0, entry)
+    if not setting.mechanisms.repeats_messages:
+        again = AxisTraffic(sent.tensor / 2)
     return sent, again
 
 
-def _tensor_traffic(operation: Operation, setting: Setting, axes: Axes, ends: bool) -> Both | None:
+def _ending(block: Block) -> Operation | None:
+    """The block's last product, where nothing behind it keeps anything for its backward."""
+    for operation in reversed(block.operations):
+        if is_product(operation):
+            return operation
+        if operation.saved_bytes:
+            return None
+    return None
+
+
+def _tensor_traffic(operation: Operation, setting: Setting, axes: Axes, wider: int, ends: bool) -> Both | None:
     """What tp sends for one operation: Shoeybi et al. 1909.08053, section 3.
 
     Args:
-        ends: whether it is the block's last product: where a recomputed forward ends with the last tensor that the
-            backward asks for, what such a product sends is not sent again.
+        wider: how many times as wide the stream between blocks is as it was counted.
+        ends: whether it is the block's last product, whose result no backward asks for: where a recomputed forward ends
+            with the last tensor that one does, what such a product sends is not sent again.
     """
     group, how, device = axes.tensor, setting.mechanisms, axes.machine.device
     own = tensor_seconds(operation, setting, group, device) if is_processor(device) else None
@@ -146,21 +170,17 @@ def _tensor_traffic(operation: Operation, setting: Setting, axes: Axes, ends: bo
             behind = 0.0, 0.0
         seconds, size, again = summed + gathered, 2 * (result + entry), before[1] + behind[1]
         if own is not None:
-            return AxisTraffic(own, 0, 0, size, collectives=1), AxisTraffic(own * again / size, 0, 0, again)
+            seconds = own * size / (4 * result)  # which was measured of results alone
+            return AxisTraffic(seconds, 0, 0, size, collectives=1), AxisTraffic(seconds * again / size, 0, 0, again)
         return AxisTraffic(seconds, 0, 0, size, collectives=1), AxisTraffic(before[0] + behind[0], 0, 0, again)
     seconds = sent_bytes = 0.0
     number = 0
     if operation.cut == "vocab" and operation.kind in ("embedding", "matmul"):
         entry = operation.saved_bytes * setting.widening * setting.micro_batch / setting.cp
-        size = result * setting.stream_widening if operation.kind == "embedding" else entry
+        size = result * wider if operation.kind == "embedding" else entry
         seconds, sent_bytes, number = _tensor_seconds(group, size, how), 2 * size, 1
     if operation.gathered:  # once: of the gradient, which every rank has, each takes its part
         seconds, sent_bytes, number = seconds + all_gather_seconds(group, result), sent_bytes + result, number + 1
-    if operation.kind == "route" and how.experts_see_all and setting.cuts_positions:  # nor is the sum scattered: cut
-        positions, _, width = operation.shape
-        entry = positions * width * setting.width * setting.widening * setting.micro_batch / setting.cp
-        gather = all_gather_seconds(group, entry)
-        return AxisTraffic(2 * gather, 0, 0, 2 * entry, collectives=1), AxisTraffic(gather, 0, 0, entry)
     seconds = seconds if own is None else own
     # No block repeats these.
     return (AxisTraffic(seconds, 0, 0, sent_bytes, collectives=number), AxisTraffic()) if seconds else None
@@ -227,7 +247,7 @@ def _expert_bytes(block: Block, setting: Setting) -> tuple[float, float]:
     have both (2006.16668).
     """
     first = next((o for o in block.operations if o.cut == "expert" and is_product(o)), None)
-    if setting.ep == 1 or first is None:
+    if first is None or setting.ep * setting.tp == 1:
         return 0.0, 0.0
     how = setting.mechanisms
     width = 1.0 if setting.precision == "float8" and how.low_dispatch else setting.width
@@ -236,13 +256,18 @@ def _expert_bytes(block: Block, setting: Setting) -> tuple[float, float]:
     return size * setting.widening, size
 
 
+def _choices(block: Block) -> int:
+    """Experts of a token, where the block says so."""
+    return next((o.chosen for o in block.operations if o.cut == "expert" and o.chosen > 1), 1)
+
+
 def _distinct_share(block: Block, setting: Setting, group: Group) -> float:
     """Nodes that a token's experts lie on, over the number of its experts; each is on any node with equal chance.
 
     What is left where a token goes to each node once (DeepSeek-V3 2412.19437, section 3.2.2); the mean over random
     experts is arithmetic.
     """
-    chosen = next((o.chosen for o in block.operations if o.cut == "expert" and o.chosen > 1), 1)
+    chosen = _choices(block)
     if not setting.mechanisms.sends_once or not group.crosses or chosen == 1:
         return 1.0
     nodes = group.size / group.near

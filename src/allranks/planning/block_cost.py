@@ -49,7 +49,7 @@ class BlockCost:
             of them, before any overlap; `context_hidden`: those of a ring that are not waited for.
         kernels: that the host starts in a forward; collectives: among them.
         kept_bytes: activations from its forward to its backward; working_bytes: more while its backward runs.
-        logits_bytes: what stands beside them where it ends in a loss.
+        logits_bytes: what stands beside them where it ends in a loss; kept_logits_bytes: of these until the backward.
         entry_bytes: of its input. parameters, expert_parameters, trained, trained_expert: as in Parameters.
         cast_parameters: of these the ones that products read, which autocast copies into the lower type;
             last_parameters, last_trained: those of the last product, whose gradient is the first to be made.
@@ -79,6 +79,7 @@ class BlockCost:
     trained: float = 0.0
     trained_expert: float = 0.0
     context_hidden: float = 0.0
+    kept_logits_bytes: float = 0.0
 
 
 @final
@@ -88,7 +89,7 @@ class _Sums:
     def __init__(self) -> None:
         self.forward = self.backward = self.weight = self.kernels = 0.0
         self.kept = self.kept_selective = self.again_selective = self.logits = self.transient = 0.0
-        self.dense = self.expert = self.cast = self.last = 0.0
+        self.dense = self.expert = self.cast = self.last = self.kept_logits = 0.0
         self.trained = self.trained_expert = self.last_trained = 0.0
 
     def add(self, operation: Operation, setting: Setting, machine: Machine, experts: int) -> None:
@@ -117,6 +118,7 @@ class _Sums:
             kept += CAST * held
         if operation.kind == "loss":
             self.logits += _loss_bytes(operation, setting, kept, share.kept)
+            self.kept_logits += kept
             return
         self._transient(operation, setting, learns)
         scores = kept_score_bytes(operation, setting) if unfused else 0.0
@@ -203,7 +205,8 @@ def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
     be kept (Megatron-LM), or every second product and what lies between (torch's selective activation checkpoint).
     """
     sums, sent = work.sums, work.sent
-    entry = block.input_bytes * setting.micro_batch / setting.cp / _entry_cut(block, setting)
+    wider = setting.stream_widening(block)
+    entry = wider * block.input_bytes * setting.micro_batch / setting.cp / _entry_cut(block, setting)
     recompute = setting.recompute if block.repeated else "none"
     again, kept, working = 0.0, sums.kept, sums.transient
     if recompute == "full":
@@ -213,7 +216,8 @@ def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
         again, kept = sums.again_selective, sums.kept_selective
         if setting.mechanisms.selective == "products":
             kept += entry
-            sent += work.again
+            if setting.mechanisms.repeats_messages:
+                sent += work.again.shown()  # attention itself is kept, and hides nothing
         working += max(0.0, sums.kept - kept)
     return BlockCost(
         forward=sums.forward,
@@ -240,4 +244,5 @@ def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
         trained=sums.trained,
         trained_expert=sums.trained_expert,
         context_hidden=sent.context_hidden,
+        kept_logits_bytes=sums.kept_logits,
     )

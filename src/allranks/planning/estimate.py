@@ -205,7 +205,8 @@ def _cost(
 def _traffic(
     setting: Setting, parts: Parts, layers: tuple[tuple[int, ...], ...], data: DataCost, time: StepTime
 ) -> tuple[Traffic, ...]:
-    held, steps, axes = layers[0], setting.micro_steps, parts.axes
+    steps, axes = setting.micro_steps, parts.axes
+    kinds = set(layers)
     rows = []
     for axis, degree, group, size, exposed in (
         ("tp", setting.tp, axes.tensor, "tensor_bytes", time.tensor),
@@ -213,8 +214,11 @@ def _traffic(
         ("ep", setting.ep, axes.expert, "expert_bytes", time.expert),
     ):
         if degree > 1:
-            sent = steps * sum(n * getattr(cost, size) for n, cost in zip(held, parts.costs, strict=True))
-            count = steps * sum(n for n in held) * 4
+            sent, held = max(
+                (sum(n * getattr(cost, size) for n, cost in zip(held, parts.costs, strict=True)), held)
+                for held in kinds
+            )
+            sent, count = steps * sent, steps * sum(held) * 4
             shown = axis != "cp"  # a ring hides messages; what the others send is waited for
             behind = 0.0 if shown else sum(n * cost.context_hidden for n, cost in zip(held, parts.costs, strict=True))
             hidden = steps * behind

@@ -181,14 +181,14 @@ def _numbers(turn: Turn, plan: Plan, profile: ModelProfile, leading: Estimate) -
 
 def _blocks(profile: ModelProfile, leading: Estimate) -> list[str]:
     """What each block holds: parameters of one unit, gathered bytes, activations of one sample, and who keeps them."""
-    how, choice = setting_of(leading.choice).mechanisms, leading.choice
+    setting = setting_of(leading.choice)
     lines = [
-        f"The blocks, whole, for one sample ({choice.precision}); a forward has {choice.micro_batch} of them",
+        f"The blocks, whole, for one sample ({setting.precision}); a forward has {setting.micro_batch} of them",
         f"  {'unit':<22}{'parameters':>12}{'gathered':>11}{'kept':>11}{'recompute=full':>16}   kept most by",
     ]
     for block in _largest_first(profile):
         name = block.name if block.count == 1 else f"{block.count} x {block.name}"
-        sizes = (block.parameters * how.gather_bytes, block.saved_bytes, _kept_in_full(block))
+        sizes = (block.parameters * setting.mechanisms.gather_bytes, block.saved_bytes, _kept_in_full(block))
         gathered, kept, full = (format_bytes(size) for size in sizes)
         row = f"  {name:<22}{format_count(block.parameters):>12}{gathered:>11}{kept:>11}{full:>16}"
         lines.append(f"{row}   {', '.join(_keepers(block))}"[:WIDTH])

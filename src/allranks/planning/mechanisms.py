@@ -62,6 +62,9 @@ class Mechanisms:
             else tp cuts the experts or shares the tokens.
         norms_in_float32: in 16 bits, too, as torch's autocast has them: what tp gathers for a product and ep sends to
             an expert, and its gradient, are twice as wide as what comes back.
+        repeats_messages: what cp and ep send in a forward is sent again where that is recomputed, and under "products"
+            what tp does; else tp's alone, under recompute="full".
+        keeps_received: stages keep memory to receive each of a step's micro-steps into (torch's PipelineStage).
         recomputes_to_last_kept: a recomputed forward ends with the last tensor that the backward asks for
             (torch.utils.checkpoint's early stop).
         ring_sum_bytes: of a number in the sums of gradients that go around a ring, at least, until they are at home;
@@ -117,6 +120,8 @@ class Mechanisms:
     offloaded_share: float = 1.0
     experts_see_all: bool = False
     norms_in_float32: bool = False
+    repeats_messages: bool = False
+    keeps_received: bool = False
     recomputes_to_last_kept: bool = False
     ring_sum_bytes: float = 0.0
     known: bool = True
@@ -127,6 +132,8 @@ class Mechanisms:
 
 
 LOW = ("bfloat16", "float16")
+GATHERED = ("bfloat16", "float8")
+"""Precisions under which FSDP gathers in 16 bits by itself (parallel/precision.choose_precision)."""
 TORCH_COPIES, TENSOR_COPIES = 3.0, 5.0
 """Of 4 bytes a logit: torch's cross entropy; and DTensor's, which makes it operation by operation
 (torch/distributed/tensor/parallel/loss.py): its backward has the logits, their log-softmax, its exponential, the
@@ -143,7 +150,7 @@ def mechanisms_of(choice: Choice) -> Mechanisms:
 def _mechanisms(precision: str, gather_type: str, ddp_hook: str, compile_mode: str, fully_sharded: bool) -> Mechanisms:
     lowered = precision != "float32" and precision != "float64"
     wide = 8.0 if precision == "float64" else 4.0
-    gather = 2.0 if lowered and gather_type != "float32" else wide
+    gather = 2.0 if precision in GATHERED and gather_type != "float32" else wide
     return Mechanisms(
         weight_bytes=wide,
         gradient_bytes=wide,
@@ -151,8 +158,8 @@ def _mechanisms(precision: str, gather_type: str, ddp_hook: str, compile_mode: s
         gather_bytes=gather,
         reduce_bytes=2.0 if ddp_hook in LOW else wide,
         reduces_to_all=not fully_sharded,
-        # Autocast keeps its copies of the weights until the backward; FSDP gathers in that type instead.
-        cast_bytes=2.0 if lowered and not fully_sharded else 0.0,
+        # Autocast keeps its copies of the weights until the backward, but of those that FSDP gathers in that type.
+        cast_bytes=2.0 if lowered and not (fully_sharded and gather == 2.0) else 0.0,
         fusion=0.6 if compile_mode == "block" else 1.0,
         gradients="made",
         stages="parameters",
@@ -164,6 +171,8 @@ def _mechanisms(precision: str, gather_type: str, ddp_hook: str, compile_mode: s
         experts_stay=True,
         experts_see_all=True,
         norms_in_float32=True,
+        repeats_messages=True,
+        keeps_received=True,
         recomputes_to_last_kept=True,
         ring_sum_bytes=4.0,
     )

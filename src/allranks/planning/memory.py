@@ -10,6 +10,7 @@ from allranks.planning.host_parameters import waits_on_host
 from allranks.planning.host_traffic import moves, staying_bytes
 from allranks.planning.moments import Held, held_by, moments
 from allranks.planning.pipeline import under_way
+from allranks.planning.pipeline_traffic import received_bytes
 from allranks.planning.setting import Setting
 
 
@@ -28,13 +29,19 @@ def memory_use(
     weights, gradients, optimizer = _state_bytes(setting, here)
     times = under_way(setting.schedule, stage, setting.pp, setting.chunks, setting.micro_steps)
     kept = sum(count * cost.kept_bytes for count, cost in here) * times
-    if setting.pp > 1 and how.pipeline_outputs:
+    received = received_bytes(profile, setting, stage)
+    if setting.pp > 1 and how.pipeline_outputs and not (received and setting.chunks > 1):
         kept += times * setting.chunks * max((cost.entry_bytes for _, cost in here), default=0.0)
     if moves(setting):
         kept = staying_bytes(profile, costs, held, times, how.offloaded_share)
+    if received:  # what a stage begins with lies there, and is kept no second time
+        begun = setting.chunks - (stage == 0)
+        kept -= min(kept, times * begun / setting.chunks * max((cost.entry_bytes for _, cost in here), default=0.0))
     if how.gradients == "made":
         own = held_by(profile, setting, tuple(zip(held, costs, strict=True)), kept, gradients, times)
-        return _at_its_fullest(setting, own, weights, optimizer)
+        # Schedules of several stages a rank keep what they have sent until their end (torch's PipelineScheduleMulti);
+        # a rank sends as much as it receives.
+        return _at_its_fullest(setting, own, weights, optimizer, received + (received if setting.chunks > 1 else 0.0))
     working = max((cost.working_bytes for _, cost in here), default=0.0)
     logits = max((cost.logits_bytes for _, cost in here), default=0.0)
     gathered = _gathered_bytes(setting, here)
@@ -53,7 +60,7 @@ def memory_use(
     )
 
 
-def _at_its_fullest(setting: Setting, held: Held, weights: float, optimizer: float) -> MemoryUse:
+def _at_its_fullest(setting: Setting, held: Held, weights: float, optimizer: float, received: float) -> MemoryUse:
     fullest = max(moments(setting, held), key=lambda moment: moment.total)
     return MemoryUse(
         weights=weights,
@@ -62,7 +69,7 @@ def _at_its_fullest(setting: Setting, held: Held, weights: float, optimizer: flo
         activations=fullest.activations,
         logits=fullest.logits,
         gathered=fullest.gathered,
-        communication=fullest.communication,
+        communication=fullest.communication + received,
         framework=setting.mechanisms.context_bytes,
     )
 

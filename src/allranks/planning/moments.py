@@ -11,6 +11,7 @@ from typing import NamedTuple, final
 from allranks.model_profile import ModelProfile
 from allranks.planning.block_cost import BlockCost
 from allranks.planning.host_parameters import waits_on_host
+from allranks.planning.pipeline import FORWARDS_FIRST
 from allranks.planning.setting import Setting
 
 
@@ -72,7 +73,8 @@ class Held(NamedTuple):
         kept_bytes: of all micro-steps under way; one_kept_bytes: of one; first_kept_bytes: of one, up to the first
             block's end; times: micro-steps under way.
         working_bytes: more in the backward of a repeated block; head_bytes: in that of what is behind them.
-        logits_bytes: beside the activations where the loss is made.
+        logits_bytes: beside the activations where the loss is made; other_logits_bytes: of other micro-steps' losses,
+            until their backwards.
     """
 
     has: Places
@@ -89,6 +91,7 @@ class Held(NamedTuple):
     working_bytes: float
     head_bytes: float
     logits_bytes: float
+    other_logits_bytes: float
 
     @property
     def gradients(self) -> float:
@@ -109,7 +112,7 @@ def held_by(
     first, final = (again[0], again[-1]) if again else (len(here), len(here))
     has = makes = Places()
     casts = block_casts = casts_around = experts = 0.0
-    first_kept = block_kept = working = head_working = logits = 0.0
+    first_kept = block_kept = working = head_working = logits = kept_logits = 0.0
     alone = setting.ep > 1
     # One pass: a search asks this of every stage of thousands of settings.
     for place, (count, cost) in enumerate(here):
@@ -119,7 +122,7 @@ def held_by(
         made = cost.trained if alone else cost.trained + cost.trained_expert
         casts += count * cost.cast_parameters
         experts += count * cost.trained_expert
-        logits = max(logits, cost.logits_bytes)
+        logits, kept_logits = max(logits, cost.logits_bytes), max(kept_logits, cost.kept_logits_bytes)
         if place in again:
             has = has.with_block(count, gathered, cost.last_parameters)
             makes = makes.with_block(count, made, cost.last_trained)
@@ -149,22 +152,27 @@ def held_by(
         working_bytes=working,
         head_bytes=head_working,
         logits_bytes=logits,
+        other_logits_bytes=(times - 1) * kept_logits if setting.schedule in FORWARDS_FIRST else 0.0,
     )
 
 
 def moments(setting: Setting, held: Held) -> Iterator[Moment]:
     """Those of a step that may be its fullest; of several micro-steps the last, whose gradients find others."""
     yield Moment(held.gradients)  # the update
-    if setting.zero >= 3:
-        yield from _of_shards(setting, held)
-    else:
-        yield from _of_copies(setting, held)
+    for moment in _of_shards(setting, held) if setting.zero >= 3 else _of_copies(setting, held):
+        others = held.other_logits_bytes if moment.activations else 0.0
+        yield moment._replace(logits=moment.logits + others) if others else moment
 
 
 def _of_shards(setting: Setting, held: Held) -> Iterator[Moment]:
     """FSDP2: gradients are whole from their making to their reduction, in the type that was gathered."""
     how, shard, has, makes = setting.mechanisms, max(1, setting.shard), held.has, held.makes
     wide, reduces, others = how.gather_bytes, how.reduce_bytes, held.kept_bytes - held.one_kept_bytes
+    # Autocast's copies of what is not gathered in its type, which the backward asks for.
+    casts = how.cast_bytes * (held.casts if setting.recompute == "none" else held.casts_around)
+    held = held._replace(kept_bytes=held.kept_bytes + held.times * casts, one_kept_bytes=held.one_kept_bytes + casts)
+    if setting.recompute != "none":
+        held = held._replace(working_bytes=held.working_bytes + how.cast_bytes * held.block_casts)
     earlier = held.gradients if setting.micro_steps > 1 else 0.0
     # What the micro-step before has reduced last, the rest, FSDP2 keeps until the next one reduces its first block, so
     # that the next forward need not wait for it (FSDPCommContext.reduce_scatter_states).

@@ -6,6 +6,8 @@ from functools import lru_cache
 from allranks.model_profile import ModelProfile
 
 TWO_SIDED = ("zbv", "dualpipev")
+FORWARDS_FIRST = ("gpipe", "looped_bfs")
+"""All of a step, before its first backward."""
 SPLIT = ("zb-1p", "zb-2p", "zbv", "interleaved_zb", "dualpipev")
 
 
@@ -77,7 +79,7 @@ def under_way(schedule: str, stage: int, pp: int, chunks: int, micro_steps: int)
     """
     if pp == 1:
         return 1.0
-    if schedule == "gpipe" or schedule == "looped_bfs":
+    if schedule in FORWARDS_FIRST:
         return float(micro_steps)
     if schedule in TWO_SIDED:
         return float(min(micro_steps, pp + (schedule == "dualpipev")))

@@ -17,7 +17,8 @@ def message_bytes(profile: ModelProfile, setting: Setting) -> float:
     Stages that share an activation's positions (2205.05198) or send a part each (2104.04473, section 4.1) send 1/tp.
     """
     block = next((b for b in profile.blocks if b.repeated), profile.blocks[0])
-    size = block.input_bytes * setting.stream_widening * setting.micro_batch / setting.cp
+    wider = setting.stream_widening(block)
+    size = wider * block.input_bytes * setting.micro_batch / setting.cp
     return size / (setting.tp if setting.sequence_parallel or setting.mechanisms.scattered_sends else 1)
 
 
@@ -63,6 +64,18 @@ def messages_by_link(setting: Setting, domain: int) -> tuple[int, int]:
     """
     stride = setting.tp * setting.cp * setting.dp
     return _messages(stride, setting.pp, setting.chunks, setting.schedule in TWO_SIDED, domain)
+
+
+def received_bytes(profile: ModelProfile, setting: Setting, rank: int) -> float:
+    """What the stages of a pipeline's rank keep to receive every micro-step of a step into: an activation each but for
+    the first stage, a gradient each but for the last (torch/distributed/pipelining/stage.py, `_RecvInfo`).
+    """
+    if setting.pp == 1 or not setting.mechanisms.keeps_received:
+        return 0.0
+    last, two_sided = setting.pp * setting.chunks - 1, setting.schedule in TWO_SIDED
+    own = [stage for stage in range(last + 1) if _rank_of(stage, setting.pp, two_sided) == rank]
+    number = sum((stage > 0) + (stage < last) for stage in own)
+    return setting.micro_steps * number * message_bytes(profile, setting)
 
 
 @lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, final
 
+from allranks.model_profile import Block
 from allranks.plan import Choice
 from allranks.planning.mechanisms import Mechanisms, mechanisms_of
 from allranks.upkeep import Upkeep
@@ -67,12 +68,13 @@ class Setting:
         """How many times as wide as `width` a norm's result is."""
         return 2 if self.lowered and self.mechanisms.norms_in_float32 else 1
 
-    @property
-    def stream_widening(self) -> int:
-        """The same of what goes from block to block: autocast leaves embeddings and sums as they are, and where nobody
-        gathers weights in 16 bits that is float32.
+    def stream_widening(self, block: Block) -> int:
+        """The same of what enters `block` and leaves it: autocast leaves embeddings and sums as they are, which are in
+        16 bits where their weights are gathered so; experts give back what their norm has made (models/moe.py).
         """
-        return 2 if self.widening > 1 and self.mechanisms.cast_bytes else 1
+        if not block.low_stream or self.widening == 1:
+            return 1
+        return 2 if self.mechanisms.cast_bytes or block.has_experts else 1
 
     @property
     def sequence_parallel(self) -> bool:
@@ -86,8 +88,8 @@ class Setting:
 
     @property
     def casts_experts(self) -> bool:
-        """Whether every forward casts experts for itself: those that FSDP does not gather in the lower type, nor
-        autocast caches (models/moe.multiply).
+        """Whether every forward casts experts that ep cuts, beside the weights that FSDP gathers in the lower type
+        (models/moe.multiply); where autocast copies those, experts are counted among them.
         """
         how = self.mechanisms
         return self.lowered and self.ep > 1 and how.experts_stay and not how.cast_bytes
