@@ -114,8 +114,8 @@ def _ending(plan: Plan) -> str:
 .venv/bin/{rehearsal(plan)}
 ```
 
-The last one makes a step of the best layout, the real program as one of its 64 processes and without their devices: memory and
-messages are counted instead of calculated.
+The last one makes a step of the best layout, the real program as one of its 64 processes and without their devices:
+memory and messages are counted instead of calculated.
 
 `plans/100b/RUN.toml` holds layout, batch and precision; with your Task, `allranks train TASK plans/100b/RUN.toml`
 takes it as it is.
