@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from allranks.parallel import average
 from allranks.parallel.average import alike, average_gradients
 from tests.distributed.pool import Pools
 
@@ -55,3 +56,10 @@ def test_one_message_carries_what_is_of_one_dtype_on_one_device() -> None:
     kinds = ((torch.float32, "cpu"), (torch.float32, "meta"), (torch.float64, "cpu"), (torch.float32, "cpu"))
     assert alike(torch.zeros(1, dtype=dtype, device=device) for dtype, device in kinds) == [[0, 3], [1], [2]]
     assert alike([]) == []
+
+
+def test_gradients_travel_in_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one type each, in order, and none larger than it may be but for what is larger by itself."""
+    monkeypatch.setattr(average, "PARCEL_BYTES", 40)
+    tensors = [torch.zeros(5), torch.zeros(5), torch.zeros(1), torch.zeros(2, dtype=torch.float64)]
+    assert average.parcels([*tensors, torch.zeros(50), torch.zeros(1)]) == [[0, 1], [2], [4], [5], [3]]

@@ -117,3 +117,27 @@ def test_a_backward_holds_a_products_gradients() -> None:
 def test_operands_in_eight_bits_are_kept_in_eight() -> None:
     inputs = 2 * (2.0 * 2048 * 1024)  # of the query and of the feed-forward; the others' are counted where they arise
     assert cost().kept_bytes - cost(precision="float8").kept_bytes == inputs / 2
+
+
+def test_a_head_that_is_the_embedding_is_copied() -> None:
+    """In autocast's type for the product; and whole on a pipeline's last stage, which cannot reach the first one's."""
+    head = replace(SHAPE, tied=True).profile().blocks[2]
+    matrix, norm = SHAPE.hidden * SHAPE.vocab, SHAPE.hidden
+
+    def found(**given: Any) -> BlockCost:
+        setting = Setting(**{"global_batch": 8, "micro_batch": 1, "mechanisms": Mechanisms(copies_tied=True), **given})
+        return cost_of(head, setting, axes_of(cluster(), setting))
+
+    assert (found().parameters, found().cast_parameters) == (norm, matrix)
+    assert (found(pp=2).parameters, found(pp=2, tp=2).parameters) == (norm + matrix, norm + matrix / 2)
+    assert found(pp=2).trained == norm + matrix
+    others = found(pp=2, mechanisms=Mechanisms())
+    assert (others.parameters, others.cast_parameters) == (norm, 0)
+
+
+def test_experts_that_ep_cuts_keep_what_a_forward_has_cast() -> None:
+    sparse = replace(SHAPE, experts=8, top_k=2, expert_ffn=2048).profile().blocks[1]
+    how = Mechanisms(experts_stay=True)
+    cut = Setting(8, 1, dp=4, ep=4, mechanisms=how)
+    kept, without = (cost_of(sparse, one, axes_of(cluster(), one)) for one in (cut, replace(cut, precision="float32")))
+    assert kept.kept_bytes - without.kept_bytes == 2 * kept.expert_parameters > 0

@@ -100,7 +100,8 @@ class _Sums:
         self.weight += times.weight
         unfused = operation.kind == "attention" and not setting.mechanisms.fused_attention
         self.kernels += UNFUSED_KERNELS if unfused else KERNELS.get(operation.kind, 1)
-        held = operation.parameters / share.weights
+        tied = _tied_parameters(operation) / share.weights if setting.mechanisms.copies_tied else 0.0
+        held = operation.parameters / share.weights + (tied if setting.pp > 1 else 0.0)
         learns = held if operation.trained and not setting.frozen else 0.0
         if operation.cut == "expert":
             self.expert += held
@@ -109,7 +110,7 @@ class _Sums:
             self.dense += held
             self.trained += learns
         if is_product(operation):
-            self.cast += held
+            self.cast += operation.parameters / share.weights + tied
             self.last, self.last_trained = held, learns
         kept = operation.saved_bytes * setting.micro_batch / share.kept
         if is_product(operation) and in_low_precision(operation, setting):
@@ -153,6 +154,12 @@ class _Sums:
             self.kept_selective += operation.output_bytes * setting.micro_batch / share_of(operation, setting).kept
         else:
             self.again_selective += times.forward
+
+
+def _tied_parameters(operation: Operation) -> int:
+    """Of the matrix that makes the logits, where it is the embedding's: a pipeline's last stage has a copy of it."""
+    tied = operation.cut == "vocab" and is_product(operation) and not operation.parameters
+    return operation.shape[1] * operation.shape[2] if tied else 0
 
 
 def _loss_bytes(operation: Operation, setting: Setting, kept: float, cut: float) -> float:

@@ -62,6 +62,8 @@ class Mechanisms:
             else tp cuts the experts or shares the tokens.
         norms_in_float32: in 16 bits, too, as torch's autocast has them: what tp gathers for a product and ep sends to
             an expert, and its gradient, are twice as wide as what comes back.
+        copies_tied: logits by the embedding's matrix are made of a copy: where autocast lowers it, and on a pipeline's
+            last stage.
         repeats_messages: what cp and ep send in a forward is sent again where that is recomputed, and under "products"
             what tp does; else tp's alone, under recompute="full".
         keeps_received: stages keep memory to receive each of a step's micro-steps into (torch's PipelineStage).
@@ -120,6 +122,7 @@ class Mechanisms:
     offloaded_share: float = 1.0
     experts_see_all: bool = False
     norms_in_float32: bool = False
+    copies_tied: bool = False
     repeats_messages: bool = False
     keeps_received: bool = False
     recomputes_to_last_kept: bool = False
@@ -171,6 +174,7 @@ def _mechanisms(precision: str, gather_type: str, ddp_hook: str, compile_mode: s
         experts_stay=True,
         experts_see_all=True,
         norms_in_float32=True,
+        copies_tied=True,
         repeats_messages=True,
         keeps_received=True,
         recomputes_to_last_kept=True,
