@@ -21,13 +21,13 @@ FIGURES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "allranks plan llama3-8b --cluster 4:a100-40g": (
         ("it finds `tp=4,recompute=selective`", r"FITS: tp=4,recompute=selective,"),
-        ("40.7 GB in use of 42.3,", r"40\.7 GB in use of\s42\.3 GB"),
+        ("40.9 GB in use of 42.3,", r"40\.9 GB in use\sof\s42\.3 GB"),
         ("FSDP alone does not fit (47.9 GB)", r"fsdp alone .* 47\.9 GB .*\n +does not fit"),
-        ("would free 2.6 GB more", r"offload=activations +-2\.6 GB, "),
-        ("at the price of 11.0 GB in the host's memory", r"\+0% speed, 11\.0 GB in each host's memory"),
+        ("would free 2.8 GB more", r"offload=activations +-2\.8 GB, "),
+        ("at the price of 12.1 GB in the host's memory", r"\+0% speed, 12\.1 GB in each host's memory"),
     ),
     "allranks plan llama3-70b --cluster 8x8:h100@400g": (
-        ("6.89 samples a second at 400 Gbit/s a device", r"8x8:h100@400g +6\.89 "),
+        ("6.88 samples a second at 400 Gbit/s a device", r"8x8:h100@400g +6\.88 "),
         ("and 5.52 at 25, with another layout", r"8x8:h100@25g +5\.52 .* dp_shard=4,cp=2,pp=8,"),
     ),
     "allranks simulate --cluster 512x8:h100": (
