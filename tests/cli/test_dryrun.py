@@ -132,6 +132,42 @@ def test_the_predicted_step_is_written_for_perfetto(capsys: pytest.CaptureFixtur
     assert document["otherData"]["layout"] == "dp_shard=2,tp=2"
 
 
+def test_the_predicted_step_of_a_pipeline_has_all_its_stages(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Those of the ranks that were rehearsed, and beside them the schedule of every stage."""
+    file = tmp_path / "step.json"
+    words = (NAME, "--cluster", "1x3:a100-80g", "--layout", "pp=3", "train.micro_batch=2", "--trace", str(file))
+    code, _, err = run(capsys, *words)
+    assert code == 0, err
+    document = json.loads(file.read_text())
+    check_format(document)
+    events = document["traceEvents"]
+    processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert processes.keys() == {
+        *(f"rank {number}, stage {number}" for number in range(3)),
+        *(f"pipeline rank {number}: 4 of 4 micro-steps" for number in range(3)),
+    }
+    for number in range(3):
+        bars, turns = (
+            [event["name"] for event in events if event["ph"] == "X" and event["dur"] > 0 and event["pid"] == process]
+            for process in (processes[f"rank {number}, stage {number}"], 1_000_000 + number)
+        )
+        assert {f"forward layers.{number}", "send", "receive", "optimizer"} <= set(bars)
+        assert {f"{way} {turn}" for way in ("forward", "backward") for turn in range(4)} | {"bubble"} == set(turns)
+
+
+def test_a_full_trace_leaves_no_block_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (NAME, "task.layers=9", "--cluster", "1x2:a100-80g", "--layout", "fsdp", "--ranks", "0", "--json")
+    (short, code), (full, full_code) = (
+        (json.loads(out), code) for code, out, _ in (run(capsys, *words), run(capsys, *words, "--full-trace"))
+    )
+    assert code == full_code == 0
+    said = "4 of 9 blocks were traced, because blocks of one kind do the same; --full-trace traces all"
+    assert said in short["decisions"] and not any("were traced" in line for line in full["decisions"])
+    assert short["peak_bytes"] == pytest.approx(full["peak_bytes"], rel=0.01)
+
+
 def test_ranks_that_would_hang_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("tests.rehearsing.parting:Lopsided", "--cluster", "4:a100-80g", "--layout", "fsdp")
     code, out, err = run(capsys, *words)

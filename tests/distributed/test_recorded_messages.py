@@ -49,8 +49,9 @@ SIZES: dict[str, Any] = {"hidden": 128, "seq": 128, "vocab": 512, "layers": 4}
 WARM_STEPS = 2  # DDP makes its buckets anew in the second
 BUFFER = 10_000  # calls that the flight recorder holds
 WIDTHS = {
-    **{"float": 4, "double": 8, "long int": 8, "int": 4, "unsigned char": 1},  # the profiler's names
-    **{"Float": 4, "Double": 8, "Long": 8, "Int": 4, "Byte": 1},  # the flight recorder's
+    # The profiler's names, then the flight recorder's.
+    **{"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "unsigned char": 1},
+    **{"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Long": 8, "Int": 4, "Byte": 1},
 }
 KINDS = {
     "allreduce_": ("all-reduce", "all_reduce"),
@@ -66,6 +67,10 @@ POINT_TO_POINT = {"gloo:send": "send", "gloo:recv": "receive"}
 
 ACCUMULATED = ("train.micro_batch=1",)
 RING = ("layout.context=ring",)
+BFLOAT16 = ("train.precision=bfloat16",)
+FLOAT16 = ("train.precision=float16",)
+SCHEDULES = ("gpipe", "interleaved_zb", "zbv", "dualpipev", "looped_bfs")
+"""1f1b and interleaved are above."""
 FIRST = [(Tokens, "ddp", 2, ("layout.ddp_bucket_mb=1",))]
 OTHERS = [
     (Tokens, "ddp", 2, ACCUMULATED),
@@ -92,6 +97,27 @@ OTHERS = [
     (Adversaries, "fsdp", 2, ("train.micro_batch=8",)),
     (Gathering, "ddp", 2, ()),
     (Gathering, "fsdp", 2, ()),
+    (Tokens, "ddp", 2, BFLOAT16),
+    (Tokens, "fsdp", 2, BFLOAT16),
+    (Tokens, "fsdp", 2, FLOAT16),
+    (Tokens, "tp=2", 2, BFLOAT16),
+    (Tokens, "cp=2", 2, BFLOAT16),
+    (Tokens, "pp=2", 2, (*ACCUMULATED, *BFLOAT16)),
+    (EvenExperts, "dp_replicate=2,ep=2", 2, BFLOAT16),
+    (Tokens, "fsdp,recompute=full", 2, ()),
+    (Tokens, "tp=2,recompute=full", 2, ()),
+    (Tokens, "tp=2,recompute=selective", 2, ()),
+    (Tokens, "cp=2,recompute=full", 2, RING),
+    (Tokens, "cp=2,recompute=selective", 2, ()),
+    (Tokens, "pp=2,tp=2,recompute=full", 4, ACCUMULATED),
+    (EvenExperts, "dp_replicate=2,ep=2,recompute=full", 2, ()),
+    *((Tokens, f"pp=2,schedule={schedule}", 2, ACCUMULATED) for schedule in SCHEDULES),
+    (Tokens, "tp=2,cp=2", 4, ()),
+    (Tokens, "cp=2,dp_shard=2", 4, ()),
+    (Tokens, "pp=2,cp=2", 4, ACCUMULATED),
+    (EvenExperts, "cp=2,dp_replicate=2,ep=2", 4, ()),
+    (EvenExperts, "pp=2,dp_shard=2,ep=2", 4, ()),
+    (Tokens, "dp_replicate=2,dp_shard=2,tp=2", 8, ()),
 ]
 
 
@@ -226,13 +252,14 @@ def add_up(recorded: Recorded, layout: Layout) -> dict[tuple[str, str, str], int
 
 
 def compare(pool: Pools, kind: type[Task], layout: str, world: int, words: tuple[str, ...]) -> None:
-    """The first and the last rank."""
+    """The first rank, one in the middle (of four stages that is the third) and the last."""
     sizes, batch = (SIZES, 8) if issubclass(kind, Tokens) else ({}, 32)
-    given = (f"train.global_batch={batch}", "train.max_norm=1.0", *words)
-    config = config_of(layout, *given, precision="float32", steps=16)
+    precision = next((word.partition("precision=")[2] for word in words if "precision" in word), "float32")
+    given = (f"train.global_batch={batch}", "train.max_norm=1.0", *(word for word in words if "precision" not in word))
+    config = config_of(layout, *given, precision=precision, steps=16)
     resolved = resolve_layout(config, world)
     recorded = pool(world).run_alone(record_step, kind(**sizes), config, timeout=240)
-    for rank in {0, world - 1}:
+    for rank in {0, world // 2, world - 1}:
         told: Counter[tuple[str, str, str]] = Counter()
         for one in rehearse_rank(kind(**sizes), config, World(resolved, world, on_cuda=False), rank).collectives:
             if one.ranks == 1:  # travels nowhere, and along no axis

@@ -30,6 +30,7 @@ class Chunked(Tokens):
 CLOSE = 0.02
 SIZES: dict[str, Any] = {"hidden": 128, "seq": 128, "vocab": 512, "layers": 4}
 ACCUMULATED = ("train.micro_batch=1",)
+BFLOAT16 = ("train.precision=bfloat16",)
 FIRST = [
     (Tokens, "ddp", 2, ()),
 ]
@@ -40,7 +41,7 @@ OTHERS = [
     (Tokens, "ddp,recompute=full", 2, ACCUMULATED),
     (Tokens, "fsdp", 2, ()),
     (Tokens, "fsdp,recompute=full", 2, ()),
-    (Tokens, "fsdp", 2, ("train.precision=bfloat16",)),
+    (Tokens, "fsdp", 2, BFLOAT16),
     (Tokens, "dp_shard=2,sharding=optimizer", 2, ()),
     (Tokens, "dp_replicate=2,sharding=none", 2, ()),
     (Tokens, "dp_replicate=2,sharding=none", 2, ACCUMULATED),
@@ -79,6 +80,10 @@ OTHERS = [
     (Tokens, "dp_replicate=2,dp_shard=2,tp=2", 8, ()),
     (Tokens, "fsdp", 2, ("train.precision=float16",)),
     (Tokens, "tp=2", 2, ("train.precision=float16",)),
+    (Tokens, "pp=4", 4, ACCUMULATED),
+    (Tokens, "pp=4,recompute=full", 4, ()),
+    (EvenExperts, "dp_replicate=2,ep=2,recompute=full", 2, ()),
+    (EvenExperts, "dp_shard=2,ep=2", 2, BFLOAT16),
 ]
 
 
@@ -97,7 +102,7 @@ def compare(
     words: tuple[str, ...],
     sizes: Mapping[str, Any] = SIZES,
 ) -> None:
-    """The first and the last rank."""
+    """The first rank, one in the middle (of four stages that is the third) and the last."""
     given = ("train.global_batch=8", "train.max_norm=1.0", *words)
     precision = next((word.partition("precision=")[2] for word in words if "precision" in word), "float32")
     config = config_of(layout, *(word for word in given if "precision" not in word), precision=precision, steps=16)
@@ -112,7 +117,7 @@ def compare(
     pool(world).close()  # of the rank's threads it asks each whether it is idle: those of earlier groups are many
     measured = pool(world).run(real, timeout=240)
     found = resolve_layout(config, world)
-    for rank in {0, world - 1}:
+    for rank in {0, world // 2, world - 1}:
         told = rehearse_rank(kind(**sizes), config, World(found, world, on_cuda=False), rank)
         peak, resting, left, messages = measured[rank]
         assert left < CLOSE / 2 * peak
@@ -152,3 +157,51 @@ def test_a_dry_run_is_the_real_step_on_every_axis(
     pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]
 ) -> None:
     compare(pool, kind, layout, world, words)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "layout", "world", "words"),
+    [
+        (Tokens, "ddp", 2, ACCUMULATED),
+        (Tokens, "fsdp,recompute=full", 2, ()),
+        (Tokens, "tp=2,recompute=selective", 2, ()),
+        (Tokens, "cp=2", 2, ()),
+        (Tokens, "pp=2", 2, ACCUMULATED),
+        (EvenExperts, "dp_replicate=2,ep=2", 2, ()),
+    ],
+)
+def test_floating_point_operations_are_those_of_the_real_step(
+    pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]
+) -> None:
+    """As torch's counter has them of each rank; its registry lacks the processor's attention, and grouped products."""
+    given = ("train.global_batch=8", "train.max_norm=1.0", *words)
+    config = config_of(layout, *given, precision="float32", steps=16)
+
+    def real() -> int:
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+        from tests.distributed.sessions import session_of
+
+        session = session_of(kind(**SIZES), config)
+        with session.loader() as loader:
+            batch = next(loader)
+        before = session.step.run(batch, session.step.agree_first(batch), lambda: batch).pending
+        aten = torch.ops.aten
+        formulas: dict[Any, Any] = {
+            aten._scaled_dot_product_flash_attention_for_cpu: lambda *given, **_: sdpa_flop_count(*given[:3]),
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+                lambda *given, **_: sdpa_backward_flop_count(*given[:4])
+            ),
+            aten._grouped_mm: lambda left, right, *_, **__: 2 * left[0] * left[1] * right[-1],
+        }
+        with FlopCounterMode(display=False, custom_mapping=formulas) as counted:
+            session.step.run(batch, before, lambda: batch).pending.read()
+        return int(counted.get_total_flops())
+
+    counted = pool(world).run(real, timeout=240)
+    found = resolve_layout(config, world)
+    for rank in {0, world - 1}:
+        told = rehearse_rank(kind(**SIZES), config, World(found, world, on_cuda=False), rank)
+        assert told.flops == counted[rank] > 0

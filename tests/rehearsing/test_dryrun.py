@@ -114,6 +114,24 @@ def test_layers_that_know_their_number_are_repeats() -> None:
     assert check_short_of(Pretrained(layers=9), "fsdp", 2) == (4, 9)
 
 
+def test_every_message_has_the_ranks_that_take_part() -> None:
+    told = rehearsed(Tokens(), "tp=2,dp_shard=2", 4)
+    assert {(one.axis, one.members, one.ranks) for one in told.collectives} == {
+        ("tp", "0-1", 2),
+        ("dp_shard", "0,2", 2),
+    }
+
+
+def test_a_deep_model_is_traced_no_further_than_a_shallow_one() -> None:
+    """What it takes to trace is bounded, and what a block adds is added for each."""
+    some, more, deep = (rehearsed(Tokens(layers=layers), "fsdp", 2) for layers in (9, 12, 24))
+    assert [told.traced for told in (some, more, deep)] == [4, 4, 4]
+    assert [told.blocks for told in (some, more, deep)] == [9, 12, 24]
+    per_block = (more.resting_bytes - some.resting_bytes) / 3, (more.flops - some.flops) / 3
+    assert deep.resting_bytes == more.resting_bytes + 12 * per_block[0]
+    assert deep.flops == more.flops + 12 * per_block[1]
+
+
 def check_short(kind: type[Tokens], layout: str, world: int, *overrides: str) -> None:
     """Of nine blocks (of a stage: at least six) some are traced."""
     traced, blocks = check_short_of(kind(layers=12 if "pp" in layout else 9), layout, world, *overrides)

@@ -106,11 +106,26 @@ def test_the_other_ways_to_share(layout: str, world: int, unit: str, deeds: list
 
 
 def test_buckets_of_ddp_and_moves_of_tp() -> None:
-    ddp = {(m.what, m.unit) for m in rehearsed(Tokens(), "ddp", 2).moments}
-    assert ("all-reduce", "bucket 1") in ddp
+    """In their order, with their bytes: of DDP every gradient once (of two ranks each receives as much)."""
+    ddp = rehearsed(Tokens(), "ddp", 2)
+    begin, *deeds = ddp.moments
+    size = sum(parameter.numel() for parameter in Tokens().model().parameters())
+    assert (begin.what, [(m.phase, m.what, m.unit, m.num_bytes) for m in deeds]) == (
+        "begin",
+        [
+            ("forward", "compute", "the model", 0),
+            ("backward", "compute", "the model", 0),
+            ("backward", "all-reduce", "bucket 1", 4 * size),
+        ],
+    )
+    assert begin.live_bytes < deeds[0].live_bytes > deeds[-1].live_bytes, "activations come, and go"
     tp = rehearsed(Tokens(), "tp=2", 2, on_cuda=True)
-    assert any(m.what == "all-gather" and m.unit == "over tp" and m.num_bytes > 0 for m in tp.moments)
     assert max(m.highest_bytes for m in tp.moments) == tp.peak_bytes
+    forward = [(m.what, m.unit, m.num_bytes) for m in tp.moments if m.phase == "forward"]
+    stream = 8 * 32 * 64 * 4 // 2  # samples, positions, width, bytes: the other rank's half
+    scattered, gathered = ("reduce-scatter", "over tp", stream), ("all-gather", "over tp", stream)
+    assert forward[:-1] == [("compute", "the model", 0), scattered, *[gathered, scattered] * 6], "two for each block"
+    assert forward[-1][:2] == ("all-gather", "over tp")
 
 
 @pytest.mark.full

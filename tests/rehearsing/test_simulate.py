@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from statistics import fmean, stdev
 
 import pytest
@@ -55,6 +56,19 @@ def test_sixty_days_of_a_hundred_thousand_devices_take_seconds_of_a_core() -> No
 
     assert taken < 10.0  # 1.6 on the machine that this was written on
     assert found.chosen.interruptions.mean == pytest.approx(12_500 * 60 * 3.79 / 1000, rel=0.1)
+
+
+def test_tiers_stragglers_and_a_run_that_shrinks_take_seconds_too() -> None:
+    """Of as many devices for as long."""
+    model = replace(NAMED["llama3"], stragglers_per_1000_node_days=1.0)
+    stored = operate(12_500, 1800.0, model, save=30.0, load=60.0, detect=30.0, days=60.0, spares=0)
+    tiers = (Tier("memory", Scope.PROCESS, 60.0, 0.1), Tier("peer", Scope.NODE, 120.0, 1.0), *stored.tiers)
+    begun = time.process_time()
+    found = simulate(replace(stored, tiers=tiers, elastic_nodes=500), model)
+    taken = time.process_time() - begun
+
+    assert taken < 10.0  # half as long again as the one above
+    assert all(found.chosen.shares[cause] > 0.001 for cause in ("stragglers", "shrunk", "saving", "redone"))
 
 
 PROCESSES = FailureModel("x", (Component("process", 6.5, Scope.PROCESS, 0.0),))

@@ -60,6 +60,14 @@ def rows(*words: str) -> list[dict[str, Any]]:
 @pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
+def test_a_billionth_is_found_in_every_tensor_of_a_transformer(layout: str) -> None:
+    (exact,) = rows("--tasks", "transformer", "--precisions", "float64", "--layouts", layout)
+    assert exact["tensors"] == TENSORS and exact["not_found"] == [] and exact["worst"] <= 1e-9, exact
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
 def test_two_percent_are_found_in_nearly_every_tensor_of_a_transformer(layout: str) -> None:
     (low,) = rows("--tasks", "transformer", "--precisions", "bfloat16", "--layouts", layout)
     assert low["tensors"] == TENSORS and len(low["not_found"]) <= NOT_FOUND and low["median"] < 0.015, low
