@@ -1,8 +1,6 @@
 """`python -m allranks ...`, for torchrun and for machines where the command is not on the path."""
 
-import sys
-
-from allranks.cli.main import main
+from allranks.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -36,6 +36,20 @@ def test_help_and_version_import_nothing_heavy(words: list[str]) -> None:
     assert done.stdout
 
 
+def test_the_command_waits_for_nothing_once_it_has_its_exit_code() -> None:
+    """Nor for destructors: those of torch's libraries take seconds, and hung once."""
+    code = """if True:
+        import atexit, sys, threading
+        from allranks.cli.main import command
+        atexit.register(print, "closed")
+        threading.Thread(target=threading.Event().wait).start()
+        sys.argv = ["allranks", "nonsense"]
+        command()
+    """
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "closed\n"), done.stderr
+
+
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
 def test_help_names_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0

@@ -231,9 +231,22 @@ def test_a_schedulers_warning_to_all_and_the_end_of_the_time_save(tmp_path: Path
     assert (run / "checkpoints" / f"step-{last:08d}" / "COMMITTED").is_file()
 
 
-def test_a_request_before_there_are_workers_ends_with_76_and_leaves_nothing(tmp_path: Path) -> None:
+SLOW = "from pathlib import Path\nimport time\nPath('here').touch()\ntime.sleep(60)\n"
+SWALLOWS = """from pathlib import Path
+import time
+try:
+    Path('here').touch()
+    time.sleep(60)
+except BaseException:
+    pass
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("module", [SLOW, SWALLOWS], ids=["slow", "swallows"])
+def test_a_request_before_there_are_workers_ends_with_76_and_leaves_nothing(tmp_path: Path, module: str) -> None:
     """While the task's module is imported, say, which may take as long as torch does."""
-    (tmp_path / "slow.py").write_text("from pathlib import Path\nPath('here').touch()\nimport time\ntime.sleep(60)\n")
+    (tmp_path / "slow.py").write_text(module)
     with running("train", "slow.py", "--run", "run", folder=tmp_path) as command:
         wait_for((tmp_path / "here").exists, "the import")
         command.send_signal(signal.SIGUSR1)

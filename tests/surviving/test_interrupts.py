@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from allranks.surviving.interrupts import Interrupts, StoppedBeforeStart, stopped_before_start
+from allranks.surviving.interrupts import AGAIN_SECONDS, Interrupts, StoppedBeforeStart, stopped_before_start
+
+pytestmark = pytest.mark.timeout(method="thread")  # its other method takes SIGALRM
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +70,63 @@ def test_a_request_before_there_are_workers_cleans_up(number: signal.Signals) ->
         assert cleaned == ["finally"] and signal.getsignal(number) == signal.SIG_DFL
     finally:
         signal.signal(number, before)
+
+
+def test_a_request_that_is_swallowed_comes_again() -> None:
+    """As by the start of compiled modules, which clear what is raised while they look for others."""
+    swallowed: list[type] = []
+    with pytest.raises(StoppedBeforeStart, match="SIGUSR1"), stopped_before_start():
+        for _ in range(2):
+            try:
+                if not swallowed:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(5)
+            except BaseException as error:
+                swallowed.append(type(error))
+        time.sleep(5)
+        pytest.fail("it never came again")
+    assert swallowed == [StoppedBeforeStart] * 2
+    time.sleep(2 * AGAIN_SECONDS)  # a SIGALRM now would end this process
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+def test_what_is_being_cleaned_up_for_a_request_is_left_alone() -> None:
+    cleaned = []
+    with pytest.raises(StoppedBeforeStart), stopped_before_start():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            try:
+                raise KeyError("as code that cleans up may")
+            except KeyError:
+                time.sleep(3 * AGAIN_SECONDS)
+            time.sleep(3 * AGAIN_SECONDS)
+            cleaned.append("all")
+    assert cleaned == ["all"]
+
+
+def test_an_error_that_is_made_of_a_request_is_the_request() -> None:
+    with pytest.raises(StoppedBeforeStart, match="SIGTERM") as raised, stopped_before_start():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except BaseException as error:
+            raise ImportError("no such module") from error
+    assert isinstance(raised.value.__cause__, ImportError)
+    with pytest.raises(ImportError, match="by itself"), stopped_before_start():
+        raise ImportError("by itself")
+
+
+def test_no_run_starts_over_a_request_that_was_swallowed() -> None:
+    with pytest.raises(StoppedBeforeStart, match="SIGUSR1"), stopped_before_start():
+        try:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(5)
+        except BaseException:
+            pass
+        with Interrupts(lambda: None):
+            pytest.fail("the run started")
 
 
 def test_what_comes_after_the_run_does_not_change_its_end() -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -15,6 +15,7 @@ from allranks import __version__
 from allranks.cli import bench, chaos, checkpoint, doctor, dryrun, explain, new, plan, report, simulate, train, verify
 from allranks.cli.output import print_error
 from allranks.errors import AllranksError, ConfigError, TaskError
+from allranks.failure import end_process
 from allranks.printable import printable
 from allranks.standard_streams import steady_streams
 from allranks.users_code import user_line, user_place
@@ -56,6 +57,14 @@ def start(
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+
+
+def command() -> NoReturn:
+    """The process `allranks`: run one command and end with its code.
+
+    It ends without the destructors of compiled libraries: those of torch take a second or two, and sometimes for ever.
+    """
+    end_process(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

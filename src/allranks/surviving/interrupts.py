@@ -2,12 +2,15 @@
 
 import contextlib
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, final
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """All but the first read as SIGTERM; SIGUSR1 is what a scheduler can be told to send ahead of its limit."""
+
+AGAIN_SECONDS = 0.2  # between two tries to stop; a scheduler's grace is 30 s
 
 
 @final
@@ -30,6 +33,9 @@ class Interrupts:
         self._replaced: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupts":
+        """Raises StoppedBeforeStart for a request of a moment ago that somebody's code has swallowed."""
+        if _before_start.asked is not None:
+            raise StoppedBeforeStart(_before_start.asked)
         with contextlib.suppress(ValueError):  # not the main thread, where Python allows no handlers
             for number in SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -63,28 +69,60 @@ class StoppedBeforeStart(BaseException):
         self.name = name
 
 
+@final
+class _BeforeStart:
+    """The request to stop that has not yet ended the block of `stopped_before_start`, by its signal's name."""
+
+    asked: str | None = None
+
+
+_before_start = _BeforeStart()
+
+
 @contextlib.contextmanager
 def stopped_before_start() -> Iterator[None]:
     """Inside, what reads as SIGTERM raises StoppedBeforeStart, so that what is under way is cleaned up, as by Ctrl-C.
 
     Without it each signal ends the process with a code of its own (SIGUSR1: 138). `Interrupts` takes over inside. What
     the caller's parent has ignored (nohup) or somebody else sees to stays as it is.
+
+    Compiled modules clear any exception that they meet while they are imported (torch looks for numpy so), and Python
+    code may make an error of its own out of it: so it is raised again until it has arrived here.
     """
     replaced: list[signal.Signals] = []
     with contextlib.suppress(ValueError):  # not the main thread
-        for number in SIGNALS:
-            if number != signal.SIGINT and signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, _stop)
+        for number, handler in (*((number, _stop) for number in SIGNALS[1:]), (signal.SIGALRM, _stop_again)):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, handler)
                 replaced.append(number)
     try:
         yield
+    except Exception as error:
+        if _before_start.asked is not None:
+            raise StoppedBeforeStart(_before_start.asked) from error
+        raise
     finally:
+        if _before_start.asked is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            _before_start.asked = None
         for number in replaced:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise StoppedBeforeStart(signal.Signals(number).name)
+    _before_start.asked = signal.Signals(number).name
+    if signal.getsignal(signal.SIGALRM) is _stop_again:
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS, AGAIN_SECONDS)
+    raise StoppedBeforeStart(_before_start.asked)
+
+
+def _stop_again(number: int, frame: FrameType | None) -> None:
+    """Not while what is under way is being cleaned up for the last one."""
+    error = sys.exception()
+    while error is not None and not isinstance(error, StoppedBeforeStart):
+        error = error.__context__
+    if error is None and _before_start.asked is not None:
+        raise StoppedBeforeStart(_before_start.asked)
 
 
 def _pass_by(number: int, frame: FrameType | None) -> None:
