@@ -200,7 +200,7 @@ DENSE, SPARSE, TASK = "llama3-8b", "mixtral-8x7b", "examples/text/task.py"
 PLANNED: list[tuple[str, Layout, str, int]] = [  # of a data-parallel rank's samples the last
     (SPARSE, Layout(dp_shard=4, tp=2, ep=4, recompute="full"), "bfloat16", 8),
     (DENSE, Layout(cp=8), "bfloat16", 8),
-    (DENSE, Layout(dp_replicate=2, pp=4, recompute="full"), "bfloat16", 64),
+    (DENSE, Layout(dp_replicate=2, tp=2, pp=2, recompute="full"), "bfloat16", 8),
 ]
 PLANNED_TOO: list[tuple[str, Layout, str, int]] = [
     (DENSE, Layout(dp_shard=4, tp=2), "bfloat16", 8),
@@ -208,7 +208,7 @@ PLANNED_TOO: list[tuple[str, Layout, str, int]] = [
     (DENSE, Layout(dp_shard=8), "float16", 8),
     (DENSE, Layout(dp_shard=4, tp=2, recompute="selective"), "float32", 8),
     (DENSE, Layout(dp_replicate=2, tp=4), "bfloat16", 8),
-    (DENSE, Layout(dp_replicate=2, tp=2, pp=2, recompute="full"), "bfloat16", 8),
+    (DENSE, Layout(dp_replicate=2, pp=4, recompute="full"), "bfloat16", 64),
     (DENSE, Layout(dp_shard=4, pp=2), "bfloat16", 64),
     (DENSE, Layout(dp_replicate=4, pp=2, schedule="gpipe"), "bfloat16", 16),
     (DENSE, Layout(pp=8), "bfloat16", 64),
