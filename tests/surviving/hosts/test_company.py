@@ -318,8 +318,10 @@ def test_where_two_hosts_fall_silent_the_rest_await_neither(
         one.report(Report(76, replace(FAILURE, consequence=True)))
     wait_until(lambda: leader.lost() is not None)
     began = time.monotonic()
+    wait_until(lambda: leader.lost() is not None and leader.presence.lost == {first._node, second._node})
     hosts.together(*(one.next_rendezvous for one in (leader, other)))
     assert leader.table == other.table and set(leader.table.members) == {leader._node, other._node}
+    assert leader.presence.lost == frozenset()
     assert time.monotonic() - began < 20, "a cap; silence alone takes guard.host_seconds"
 
 
