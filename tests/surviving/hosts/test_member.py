@@ -324,6 +324,15 @@ def test_a_host_of_which_nothing_is_ever_known_is_not_waited_for_without_end(mon
     assert leader.settle(Outcome(76, CLOSED)) == "again", "the next round finds out whether it lives"
 
 
+def test_a_loss_that_is_found_while_the_leader_waits_for_the_cause_is_the_cause() -> None:
+    others, budget = Others(), Budget(1)
+    leader, _ = member(others, budget)
+    assert leader.settle(Outcome(76, CLOSED)) == "wait"
+    others.gone, others.presence.lost = GONE, {others.table.members[1]}
+    assert leader.settle(Outcome(76, CLOSED)) == "wait" and budget.causes == []
+    assert leader.settle(Outcome(76, CLOSED)) == "again" and budget.causes == [GONE]
+
+
 def test_a_host_that_was_asked_to_stop_and_is_lost_as_well_is_missed_once() -> None:
     others = four_hosts(Report(76, CLOSED, stopped=True), Report(76, CLOSED), Report(76, CLOSED))
     others.gone, others.presence.lost, others.least = GONE, {B}, 3

@@ -288,7 +288,10 @@ class Member:
     def _may_hear_more(self, reports: Sequence[Report | None]) -> bool:
         """Whether a host of which nothing is known may still report, or be found to be lost as another one is."""
         assert self._reported_at is not None
-        self._company.lost()
+        lost = self._company.lost()
+        if self._lost is None and lost is not None:
+            self._lost = lost
+            return True  # this is the cause: it is judged anew
         has_waited = time.monotonic() - self._reported_at > self._company.guard.host_seconds + CAUSE_SECONDS
         return not has_waited and is_unheard(self._company.table.members, reports, self._company.presence)
 
