@@ -221,3 +221,30 @@ def test_each_run_has_its_own_folder(mirror: Mirror, tmp_path: Path) -> None:
 def test_a_place_of_no_known_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.mirror=floppy://a: Protocol not known: floppy"):
         Mirror("floppy://a", RUN)
+
+
+def test_a_folder_that_was_there_is_not_made_anew_where_its_file_system_was(tmp_path: Path) -> None:
+    mirror, place = Mirror(str(tmp_path / "mirror"), RUN), tmp_path / "mirror"
+    first, second = (save_alone(tmp_path / "a", step) for step in (100, 200))
+    assert not mirror.is_there()
+    mirror.bring(first)
+    assert mirror.is_there()
+    place.rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"mirror/run-a was there and is not any more; mount") as raised:
+            mirror.bring(second)
+        assert "\n" not in str(raised.value) and not place.exists()
+    (tmp_path / "away").rename(place)
+    mirror.bring(second)
+    assert [one.step for one in mirror.list_newest()] == [200, 100]
+
+
+def test_a_bucket_that_was_emptied_is_filled_again(mirror: Mirror, tmp_path: Path) -> None:
+    """In a folder its user makes it again; in an object store there are no folders, and nothing to mount."""
+    mirror.bring(save_alone(tmp_path / "a", 100))
+    mirror._files.rm(mirror._root, recursive=True)
+    assert not mirror.is_there()
+    if not mirror.url.startswith("memory"):
+        Path(mirror.url, RUN).mkdir()
+    mirror.bring(save_alone(tmp_path / "a", 200))
+    assert [one.step for one in mirror.list_newest()] == [200]

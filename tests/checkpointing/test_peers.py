@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, read_manifest, verify_files
-from allranks.checkpointing.joining import bring_part, newest_part
+from allranks.checkpointing.joining import bring_part, list_parts
 from allranks.checkpointing.peers import Hosts, first_word, save_on_hosts
 from allranks.errors import CheckpointError
 from tests.checkpointing.worlds import flip, header, parts, save_alone, save_together, whole_tensors
@@ -48,8 +48,7 @@ def bring(root: Path, *numbers: int) -> list[str]:
     """Bring together what these hosts have; what was wrong."""
     wrong = []
     for number in numbers:
-        part = newest_part(root / str(number), "run-a")
-        assert part is not None
+        (part,) = list_parts(root / str(number), "run-a")
         wrong += bring_part(part, root / "disk", 2)
     return wrong
 

@@ -1,5 +1,6 @@
 """What one host's supervisor does for its part of copies: nothing is lost or left at the end, nothing wrong is kept."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from allranks.surviving.memory_tier import open_memory
 from allranks.surviving.peer_memory import PeerMemory, open_peer_memory
 from allranks.surviving.supervisor import Supervision
 from tests.checkpointing.test_peers import save_here
-from tests.checkpointing.worlds import header
+from tests.checkpointing.worlds import header, save_alone
 from tests.distributed.pool import Pools
 
 pytestmark = pytest.mark.distributed
@@ -70,6 +71,22 @@ def test_what_the_hosts_have_beyond_the_disk_is_brought_there_by_each(
     first.close()
     second.close()
     assert steps(run) == ["step-00000200"] and left_of(run.id, root) == []
+    assert "step-00000200, which was in the memory of hosts alone, is on the disk now" in told
+
+
+def test_where_a_save_was_under_way_the_one_before_is_brought(
+    run: Run, root: Path, hosts: Callable[[], list[PeerMemory]]
+) -> None:
+    """The first host has named its part of the next one, which is not whole; the second has not."""
+    first, second = hosts()
+    newer = header(300, run=run.id, generation=run.attempts)
+    made = save_alone(root.parent / "made", 300, header=newer).path
+    shutil.copytree(made, first.directory / made.name)
+    next(iter((first.directory / made.name).glob("*.safetensors"))).unlink()
+    (second.directory / "step-00000200" / "kept-rank-00000.safetensors").unlink()
+    first.close()
+    second.close()
+    assert steps(run) == ["step-00000200"]
     assert "step-00000200, which was in the memory of hosts alone, is on the disk now" in told
 
 

@@ -81,6 +81,44 @@ def test_a_mirror_that_could_not_be_asked_loses_nothing_to_a_run_that_goes_on(tm
     assert events(run, "resume")[-1]["step"] == 4 and 6 in mirrored(run, url)
 
 
+def test_where_all_is_lost_and_the_mirrors_folder_is_missing_nothing_begins_anew(tmp_path: Path) -> None:
+    """A file system that is not mounted says nothing: what lies on it would be replaced once it is."""
+    run, url, away = tmp_path / "run", tmp_path / "mirror", tmp_path / "away"
+    assert start("Curve", run, "train.steps=4", *OFTEN, f"checkpoint.mirror={url}") == 0
+    shutil.rmtree(run / "checkpoints")
+    url.rename(away)
+    for made in (False, True):  # the place where it was mounted may be left, empty
+        if made:
+            url.mkdir()
+        with pytest.raises(CheckpointError, match=r"no checkpoint any more, and the mirror gives none: .*mounted") as e:
+            train(None, "train.steps=6", resume=run)
+        assert "\n" not in str(e.value) and e.value.exit_code == 78
+        assert url.exists() == made and saved(run) == []
+    url.rmdir()
+    away.rename(url)
+    assert train(None, "train.steps=6", resume=run) == 0
+    assert events(run, "resume")[-1]["step"] == 4 and mirrored(run, str(url)) == [6, 4]
+
+
+def test_a_mirror_whose_folder_is_missing_at_first_loses_nothing_to_a_run_that_goes_on(tmp_path: Path) -> None:
+    run, url, away = tmp_path / "run", tmp_path / "mirror", tmp_path / "away"
+    assert start("Curve", run, "train.steps=6", *OFTEN, f"checkpoint.mirror={url}") == 0
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    url.rename(away)
+    real = Mirror.bring
+
+    def mount_it(mirror: Mirror, checkpoint: Checkpoint, *rest: Any) -> None:
+        if away.exists():
+            away.rename(url)
+        real(mirror, checkpoint, *rest)
+
+    with mock.patch.object(Mirror, "bring", mount_it):
+        assert train(None, "train.steps=5", "checkpoint.every=1", "checkpoint.keep=1", resume=run) == 0
+    assert events(run, "resume")[-1]["step"] == 4 and 6 in mirrored(run, str(url))
+    (line,) = [event["what"] for event in events(run, "verdict")]
+    assert str(url) in line and "not mounted" in line and "\n" not in line
+
+
 @pytest.mark.distributed
 def test_all_ranks_read_what_the_first_has_fetched(pool: Pools, tmp_path: Path) -> None:
     run, url = tmp_path / "run", str(tmp_path / "mirror")

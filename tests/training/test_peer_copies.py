@@ -120,6 +120,24 @@ def test_what_one_of_three_hosts_has_is_not_whole_and_that_is_said(
     assert list(tmp_path.glob("[012]/step-*")) == []
 
 
+def test_where_a_host_was_lost_during_a_save_the_one_before_counts_that_all_have(
+    pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None]
+) -> None:
+    """The first host has named its part of the next one, and kept the one before; the last had not come so far."""
+    left()
+    for number in (0, 2):
+        shutil.copytree(tmp_path / str(number) / "step-00000200", tmp_path / f"before-{number}")
+    made = header(300, run=run.id, generation=1)
+    pool(3).run(lambda: save_here(tmp_path, HOSTS, 300, header=made).step)
+    for number in (0, 2):
+        (tmp_path / f"before-{number}").rename(tmp_path / str(number) / "step-00000200")
+    shutil.rmtree(tmp_path / "2" / "step-00000300")
+    shutil.rmtree(tmp_path / "1")
+    brought, (line,) = bring(pool, run, tmp_path)
+    assert brought.startswith("step-00000200 came to the disk from the memory of ") and steps(run) == ["step-00000200"]
+    assert line.startswith("step-00000300 in the memory of hosts is not whole: 2 of its 3 files ")
+
+
 @pytest.mark.parametrize("what", ["newer on the disk", "one went on between", "distrusted", "no record"])
 def test_what_does_not_count_is_not_brought(
     pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None], what: str

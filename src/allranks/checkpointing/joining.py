@@ -2,13 +2,17 @@
 
 Every host puts there what it has, and who finds all of it there commits: nobody leads, and nobody waits.
 
-    checkpoints/step-N.tmp-<run>h_<attempt>/   what has come so far
-    checkpoints/step-N.tmp-<host>_<attempt>/   what one host is writing; each file goes over by one rename
+    checkpoints/step-N.tmp-<run>h<manifest>_<attempt>/   what has come so far
+    checkpoints/step-N.tmp-<host>_<attempt>/             what one host is writing; each file goes over by one rename
+
+A host that comes late makes the first anew. So who commits takes it to its own by one rename, and looks again at what
+it has taken; who removes it does, too: nobody names or deletes what another is filling.
 """
 
 import os
 import secrets
 import shutil
+import stat
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -67,14 +71,16 @@ class HostPart:
         return {name: path for name, path in found if _has(path, self.manifest.files[name])}
 
 
-def newest_part(directory: Path, run: str) -> HostPart | None:
-    """The newest that `directory` has of any checkpoint of this run; None: nothing that can be read."""
+def list_parts(directory: Path, run: str) -> list[HostPart]:
+    """What `directory` has of checkpoints of this run and can be read, newest first.
+
+    More than one where a save was under way: another host may not have the newest yet, but all have the one before.
+    """
+    found = []
     for path in list_checkpoints(directory):
         with suppress(CheckpointError):
-            manifest = read_manifest(path)
-            if manifest.run == run:
-                return HostPart(path, manifest)
-    return None
+            found.append(HostPart(path, read_manifest(path)))
+    return sorted((part for part in found if part.manifest.run == run), key=lambda part: part.newness, reverse=True)
 
 
 def is_wanted(newness: tuple[int, int], directory: Path, run: str) -> bool:
@@ -98,7 +104,8 @@ def bring_part(part: HostPart, directory: Path, attempt: int) -> list[str]:
         OSError: the system's refusal.
     """
     name, run = part.path.name, part.manifest.run
-    common, own = (directory / f"{name}.tmp-{token}_{attempt}" for token in (f"{run[:8]}h", secrets.token_hex(4)))
+    tokens = f"{run[:8]}h{part.seal[:8]}", secrets.token_hex(4)
+    common, own = (directory / f"{name}.tmp-{token}_{attempt}" for token in tokens)
     target, wrong = directory / name, list[str]()
     try:
         for made in (own, common):
@@ -118,14 +125,19 @@ def bring_part(part: HostPart, directory: Path, attempt: int) -> list[str]:
             check_attempt(target, run, attempt)
             _commit(part, own, common, target)
     finally:
-        shutil.rmtree(own, ignore_errors=True)
         if _is_there(target, part):
-            shutil.rmtree(common, ignore_errors=True)
+            with suppress(OSError):  # there is none, or another host has taken it
+                os.rename(common, own / "left")
+        shutil.rmtree(own, ignore_errors=True)
     return wrong
 
 
 def _has(path: Path, record: FileRecord) -> bool:
-    return path.is_file() and path.stat().st_size == record.bytes
+    try:
+        found = path.stat()  # once: another host may take it away between two looks
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == record.bytes
 
 
 def _all_there(common: Path, manifest: Manifest) -> bool:
@@ -150,20 +162,27 @@ def _copy_checked(source: Path, record: FileRecord, target: Path) -> None:
 
 
 def _commit(part: HostPart, own: Path, common: Path, target: Path) -> None:
-    """Give it its name; nothing where another host is about to: who makes COMMITTED does it alone."""
-    text = render_manifest(part.manifest)
+    """Give it its name; nothing where another host is about to, or has: who takes what has come does it alone."""
+    text, taken = render_manifest(part.manifest), own / "taken"
     write_synced(own / MANIFEST_FILE, text)
+    write_synced(own / COMMITTED_FILE, seal(text.encode()).decode())
     try:
-        os.replace(own / MANIFEST_FILE, common / MANIFEST_FILE)
-        descriptor = os.open(common / COMMITTED_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except (FileExistsError, FileNotFoundError):
+        os.rename(common, taken)
+    except FileNotFoundError:
         return
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(seal(text.encode()))
-        file.flush()
-        os.fsync(file.fileno())
-    sync(common)
-    replaced = publish(common, target, partial(sync, target.parent))
+    if _is_there(target, part) or not _all_there(taken, part.manifest):
+        return  # another host has committed it since, and this is what one that came later has made anew
+    try:
+        for file in (MANIFEST_FILE, COMMITTED_FILE):
+            os.replace(own / file, taken / file)
+        sync(taken)
+        replaced = publish(taken, target, partial(sync, target.parent))
+    except OSError:
+        if _is_there(target, part):
+            return  # two have named it at the same moment
+        with suppress(OSError):  # the other hosts may have more luck
+            os.rename(taken, common)
+        raise
     if replaced is not None:
         with suppress(CheckpointError):
             discard(replaced)

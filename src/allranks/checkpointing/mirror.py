@@ -66,6 +66,7 @@ class Mirror:
         self._files: Any = files
         self._root = f"{root.rstrip('/')}/{run}"
         self._generations: dict[str, int] = {}
+        self._was_there = False
         self.spares = False
 
     def list_newest(self) -> list[Mirrored]:
@@ -73,6 +74,19 @@ class Mirror:
         with self._refusing("listed"):
             committed = [(step, name) for step, name in self._names() if self._committed(name)]
             return sorted((Mirrored(self._generation(name), step, name) for step, name in committed), reverse=True)
+
+    def is_there(self) -> bool:
+        """Whether there is a folder of this run. Where it is not, something was there all the same, it may be: a file
+        system that is not mounted leaves no error, and an empty directory or none.
+        """
+        with self._refusing("listed"):
+            self._files.invalidate_cache()
+            try:
+                self._files.ls(self._root, detail=False)
+            except FileNotFoundError:
+                return False
+            self._was_there = True
+            return True
 
     def bring(self, checkpoint: Checkpoint, advanced: Callable[[], None] = lambda: None) -> None:
         """Copy a committed checkpoint there; one that is there already is left as it is.
@@ -85,11 +99,14 @@ class Mirror:
         place = f"{self._root}/{name}"
         with self._refusing("written"):
             if self._committed(name):
+                self._was_there = True
                 return
+            self._check_still_there()
             self._files.makedirs(place, exist_ok=True)
             for file in (*checkpoint.manifest.files, MANIFEST_FILE, COMMITTED_FILE):
                 self._put(checkpoint.path / file, f"{place}/{file}", advanced)
                 advanced()
+            self._was_there = True
 
     def prune(self, keep: int, keep_every: int | None = None) -> None:
         """Take away what is older than the `keep` newest, and what was never brought to its end.
@@ -133,6 +150,16 @@ class Mirror:
 
         with self._refusing("read"):
             return adopt(directory, found.step, run, bring)
+
+    def _check_still_there(self) -> None:
+        """See that a folder that was there is, before it would be made anew where its file system was mounted."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        if self._was_there and isinstance(self._files, LocalFileSystem) and not self.is_there():
+            raise CheckpointError(
+                f"{self.url} cannot be written: {self._root} was there and is not any more; mount its file system "
+                "again, or make the folder if it was deleted on purpose"
+            )
 
     def _put(self, source: Path, target: str, advanced: Callable[[], None]) -> None:
         """Copy one file there, and tell of each block: a large one takes longer than nothing may go on."""

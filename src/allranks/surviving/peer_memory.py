@@ -18,7 +18,7 @@ from allranks.checkpointing.host_memory import (
     read_record,
     remove_dead,
 )
-from allranks.checkpointing.joining import bring_part, is_wanted, newest_part
+from allranks.checkpointing.joining import bring_part, is_wanted, list_parts
 from allranks.errors import CheckpointError, RunError
 from allranks.run import Run
 from allranks.surviving.left_behind import telling
@@ -57,14 +57,16 @@ class PeerMemory:
             )
 
     def _bring(self) -> None:
-        record, part = read_record(self.directory), newest_part(self.directory, self._run.id)
-        if record is None or part is None or is_distrusted(self.directory):
+        record, parts = read_record(self.directory), list_parts(self.directory, self._run.id)
+        if record is None or not parts or is_distrusted(self.directory):
             return
         newest = Run.open(self._run.path)
         last = last_to_go_on(newest)
         if str(newest.attempts if last is None else last) not in record.attempts:
             return  # the others have gone on without this host: they have what it had
-        if is_wanted(part.newness, newest.checkpoints, newest.id) and not is_distrusted(newest.checkpoints):
+        for part in parts:
+            if not is_wanted(part.newness, newest.checkpoints, newest.id) or is_distrusted(newest.checkpoints):
+                return
             for line in bring_part(part, newest.checkpoints, newest.attempts):
                 self._say(f"warning: {line}")
             if (newest.checkpoints / part.path.name).is_dir():

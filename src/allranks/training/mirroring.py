@@ -9,6 +9,7 @@ from typing import Any, final
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints
 from allranks.checkpointing.mirror import Mirror
 from allranks.errors import CheckpointError
+from allranks.run import Run
 from allranks.stepping.world import Processes
 
 LOOK_SECONDS = 1.0
@@ -114,16 +115,13 @@ class Mirroring:
         self._num_blocks += 1
 
 
-def fetch_newer(
-    directory: Path, run: str, mirror: Mirror, processes: Processes, nearer: Checkpoint | None
-) -> tuple[str, list[str]]:
+def fetch_newer(run: Run, mirror: Mirror, processes: Processes, nearer: Checkpoint | None) -> tuple[str, list[str]]:
     """Bring back the mirror's newest good checkpoint where that is newer than all that is nearer; collective.
 
     What a later attempt has written is newer, whatever its step.
 
     Args:
-        directory: RUN/checkpoints, which all hosts share.
-        run: the run's id.
+        run: whose RUN/checkpoints all hosts share.
         nearer: the newest good one that is here, the same on every rank; None: there is none.
 
     Returns:
@@ -131,20 +129,30 @@ def fetch_newer(
     """
     found: dict[str, Any] = {}
     if processes.rank == 0:
-        found["fetched"], found["wrong"] = _fetch(directory, run, mirror, nearer)
+        found["fetched"], found["wrong"] = _fetch(run, mirror, nearer)
     found = processes.share(found)
     return found["fetched"], found["wrong"]
 
 
-def _fetch(directory: Path, run: str, mirror: Mirror, nearer: Checkpoint | None) -> tuple[str, list[str]]:
+def has_saved(run: Run) -> bool:
+    """Whether an attempt has brought a checkpoint to the disk, as the journal tells."""
+    return any(event["event"] == "checkpoint" and "tier" not in event for event in run.events())
+
+
+def _fetch(run: Run, mirror: Mirror, nearer: Checkpoint | None) -> tuple[str, list[str]]:
     wrong: list[str] = []
     known = None if nearer is None else (nearer.manifest.generation, nearer.step)
     try:
+        if not mirror.is_there() and has_saved(run):
+            wrong.append(
+                f"{mirror.url} has no folder {run.id}, and this run has saved checkpoints: the file system there is "
+                "not mounted, or the folder was deleted, or nothing has been brought there yet"
+            )
         for mirrored in mirror.list_newest():
             if known is not None and (mirrored.generation, mirrored.step) <= known:
                 break
             try:
-                fetched = mirror.fetch(mirrored, directory, run)
+                fetched = mirror.fetch(mirrored, run.checkpoints, run.id)
             except CheckpointError as error:
                 wrong.append(str(error))
             else:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.going_on import last_to_go_on, note_going_on
 from allranks.checkpointing.host_memory import Record, is_distrusted, read_record, trust, write_record
-from allranks.checkpointing.joining import HostPart, bring_part, is_wanted, newest_part
+from allranks.checkpointing.joining import HostPart, bring_part, is_wanted, list_parts
 from allranks.checkpointing.looking_again import PATIENCE_SECONDS, await_name
 from allranks.checkpointing.peers import Hosts
 from allranks.errors import CheckpointError, RunError
@@ -47,11 +47,13 @@ def bring_copies(memory: Path | None, run: Run, processes: Processes, hosts: Hos
         CheckpointError, RunError: on rank 0: a later attempt has begun, or RUN cannot be written to.
     """
     before = processes.share(_last_attempt(run) if processes.rank == 0 else None)
-    part = _part(memory, run, before) if memory is not None and hosts.first else None
-    told = everyones(_tell(part), processes.world_group, processes.device)
+    parts = _parts(memory, run, before) if memory is not None and hosts.first else []
+    everyones_parts = everyones([_tell(part) for part in parts], processes.world_group, processes.device)
+    told = [one for told_by_rank in everyones_parts for one in told_by_rank]
     chosen, wrong = processes.share(_choose(told, run) if processes.rank == 0 else None)
-    kept = part.path if part is not None and part.seal == chosen else None
-    if memory is not None and part is not None and kept is not None:
+    part = next((one for one in parts if one.seal == chosen), None)
+    kept = None if part is None else part.path
+    if memory is not None and part is not None:
         try:
             wrong += bring_part(part, run.checkpoints, run.attempts)
         except (CheckpointError, OSError) as error:
@@ -84,17 +86,15 @@ def _note(memory: Path, run: Run, *attempts: str) -> None:
         write_record(memory, Record(run.path.resolve(), attempts))
 
 
-def _part(memory: Path, run: Run, before: str) -> HostPart | None:
+def _parts(memory: Path, run: Run, before: str) -> list[HostPart]:
     """What this host has, if the last attempt that went on knew of it and no guard has found it wrong."""
     record = read_record(memory)
     if record is None or before not in record.attempts:
-        return None
-    return None if is_distrusted(memory) or is_distrusted(run.checkpoints) else newest_part(memory, run.id)
+        return []
+    return [] if is_distrusted(memory) or is_distrusted(run.checkpoints) else list_parts(memory, run.id)
 
 
-def _tell(part: HostPart | None) -> dict[str, Any] | None:
-    if part is None:
-        return None
+def _tell(part: HostPart) -> dict[str, Any]:
     return {
         "seal": part.seal,
         "name": part.path.name,
@@ -105,9 +105,9 @@ def _tell(part: HostPart | None) -> dict[str, Any] | None:
     }
 
 
-def _choose(told: Sequence[dict[str, Any] | None], run: Run) -> tuple[str, list[str]]:
+def _choose(told: Sequence[dict[str, Any]], run: Run) -> tuple[str, list[str]]:
     """The seal of the newest copy that is whole, and newer than the disk's, or ""; and what is said of newer ones."""
-    found = sorted((one for one in told if one is not None), key=lambda one: one["newness"], reverse=True)
+    found = sorted(told, key=lambda one: one["newness"], reverse=True)
     incomplete: list[str] = []
     for seal in dict.fromkeys(one["seal"] for one in found):
         parts = [one for one in found if one["seal"] == seal]
@@ -123,9 +123,9 @@ def _choose(told: Sequence[dict[str, Any] | None], run: Run) -> tuple[str, list[
     return "", incomplete
 
 
-def _see(chosen: str, told: Sequence[dict[str, Any] | None], run: Run, wrong: Sequence[str]) -> tuple[str, str]:
+def _see(chosen: str, told: Sequence[dict[str, Any]], run: Run, wrong: Sequence[str]) -> tuple[str, str]:
     """The name of what was to come to the disk, and, where it is there, that it came."""
-    parts = [one for one in told if one is not None and one["seal"] == chosen]
+    parts = [one for one in told if one["seal"] == chosen]
     if not parts:
         return "", ""
     name, hosts = str(parts[0]["name"]), ", ".join(sorted({one["host"] for one in parts}))

@@ -10,7 +10,7 @@ from allranks.checkpointing.peers import Hosts
 from allranks.errors import CheckpointError
 from allranks.run import Run
 from allranks.stepping.world import Processes
-from allranks.training.mirroring import fetch_newer
+from allranks.training.mirroring import fetch_newer, has_saved
 from allranks.training.peer_copies import bring_copies
 from allranks.training.snapshot import find_checkpoint
 
@@ -50,7 +50,7 @@ def find_starting_point(
     except CheckpointError as error:
         damaged = error  # what the mirror has is all there is
     nearer = None if found is None else found[0]
-    fetched, wrong = fetch_newer(run.checkpoints, run.id, mirror, processes, nearer)
+    fetched, wrong = fetch_newer(run, mirror, processes, nearer)
     tell(fetched, wrong, OPEN_MIRROR)
     if fetched:
         return find_checkpoint(run.checkpoints, run.id, processes, memory)
@@ -63,8 +63,3 @@ def find_starting_point(
             "start again; checkpoint.mirror=none begins anew"
         )
     return found
-
-
-def has_saved(run: Run) -> bool:
-    """Whether an attempt has brought a checkpoint to the disk, as the journal tells."""
-    return any(event["event"] == "checkpoint" and "tier" not in event for event in run.events())

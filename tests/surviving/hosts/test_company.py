@@ -318,8 +318,10 @@ def test_where_two_hosts_fall_silent_the_rest_await_neither(
         one.report(Report(76, replace(FAILURE, consequence=True)))
     wait_until(lambda: leader.lost() is not None)
     began = time.monotonic()
+    wait_until(lambda: leader.lost() is not None and leader.presence.lost == {first._node, second._node})
     hosts.together(*(one.next_rendezvous for one in (leader, other)))
     assert leader.table == other.table and set(leader.table.members) == {leader._node, other._node}
+    assert leader.presence.lost == frozenset()
     assert time.monotonic() - began < 20, "a cap; silence alone takes guard.host_seconds"
 
 
@@ -443,8 +445,19 @@ def test_who_leaves_last_closes_the_meeting_where_no_leader_lives(
     assert closed == [False, True]
 
 
-def test_the_leader_stays_until_the_others_have_left(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FAREWELL_SECONDS", 600.0)
+def test_a_host_that_ends_its_workers_for_seconds_still_reads_the_end(hosts: Hosts) -> None:
+    """It looks at nothing meanwhile, and the store goes with the leader."""
+    leader, other = hosts.company(), hosts.company()
+    hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    leader.end(Ending(1, FAILURE))
+    done = hosts.beside(leader.leave)
+    time.sleep(6.0)
+    assert other.notices.ending() == Ending(1, FAILURE) and not done.done()
+    other.leave()
+    done.result(60)
+
+
+def test_the_leader_stays_until_the_others_have_left(hosts: Hosts) -> None:
     leader, other = hosts.company(), hosts.company()
     hosts.together(leader.next_rendezvous, other.next_rendezvous)
     leader.end(Ending(0))

@@ -90,7 +90,7 @@ class Others:
         self.least = 2
         self.outlives_leader = False
         self.beside: set[_NodeDesc] = set()
-        self.presence = SimpleNamespace(waiting=lambda: self.beside)
+        self.presence = SimpleNamespace(waiting=lambda: self.beside, lost=set())
 
     def seek(self) -> bool:
         if self.leads and self.time_ended:
@@ -291,6 +291,56 @@ def test_a_host_that_was_asked_to_stop_and_could_not_save_is_as_a_lost_one(case:
     assert others.notices.again == (case == "goes on") == (others.notices.ended is None)
 
 
+A, B, C, D = (_NodeDesc(name, pid, 0) for pid, name in enumerate("abcd", 8))
+
+
+def four_hosts(*said: Report | None) -> Others:
+    """Which need two to go on; `a` leads, and has said nothing yet."""
+    others = Others()
+    others.table, others.said = replace(others.table, members=(A, B, C, D), workers=(1,) * 4), [None, *said]
+    return others
+
+
+@pytest.mark.parametrize("lost", [{C, D}, {C}])
+def test_of_two_hosts_that_are_lost_at_once_both_are_missed(lost: set[_NodeDesc]) -> None:
+    """Where too few are left without the one that was asked to stop, all stop, and nobody waits for others to come."""
+    others, budget = four_hosts(Report(76, CLOSED, stopped=True), None, None), Budget(1)
+    others.gone, others.presence.lost = GONE, {C}
+    leader, _ = member(others, budget)
+    leader.look({}, {})
+    assert leader.settle(Outcome(76, CLOSED)) == "wait", "of the last one nothing is known"
+    others.presence.lost = lost
+    if D not in lost:
+        others.said[3] = Report(76, CLOSED)
+    assert leader.settle(Outcome(76, CLOSED)) == ("end" if D in lost else "again")
+    assert others.notices.again == (D not in lost) == (others.notices.ended is None)
+
+
+def test_a_host_of_which_nothing_is_ever_known_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = four_hosts(Report(76, CLOSED, stopped=True), Report(76, KILLED), None)
+    leader, _ = member(others)
+    assert leader.settle(Outcome(76, CLOSED)) == "wait"
+    monkeypatch.setattr(module, "CAUSE_SECONDS", -others.guard.host_seconds)
+    assert leader.settle(Outcome(76, CLOSED)) == "again", "the next round finds out whether it lives"
+
+
+def test_a_loss_that_is_found_while_the_leader_waits_for_the_cause_is_the_cause() -> None:
+    others, budget = Others(), Budget(1)
+    leader, _ = member(others, budget)
+    assert leader.settle(Outcome(76, CLOSED)) == "wait"
+    others.gone, others.presence.lost = GONE, {others.table.members[1]}
+    assert leader.settle(Outcome(76, CLOSED)) == "wait" and budget.causes == []
+    assert leader.settle(Outcome(76, CLOSED)) == "again" and budget.causes == [GONE]
+
+
+def test_a_host_that_was_asked_to_stop_and_is_lost_as_well_is_missed_once() -> None:
+    others = four_hosts(Report(76, CLOSED, stopped=True), Report(76, CLOSED), Report(76, CLOSED))
+    others.gone, others.presence.lost, others.least = GONE, {B}, 3
+    leader, _ = member(others)
+    leader.look({}, {})
+    assert leader.settle(Outcome(76, CLOSED)) == "again" and others.notices.ended is None
+
+
 def test_a_second_request_ends_the_run_for_all_at_once() -> None:
     others = Others(leads=False)
     other, interrupts = member(others)
@@ -418,6 +468,7 @@ def test_a_host_that_waits_counts_for_one_that_leaves_unless_it_was_asked_to_sto
 def test_a_host_that_is_lost_does_not_go_on_without_the_leader() -> None:
     others, budget = Others(), Budget(1)
     others.least, others.outlives_leader, others.gone = 1, True, GONE
+    others.presence.lost = {others.table.members[1]}
     leader, interrupts = member(others, budget)
     leader.look({}, {})
     interrupts.first = signal.SIGTERM

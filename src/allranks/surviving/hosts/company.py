@@ -29,7 +29,7 @@ from allranks.failure import INTERRUPTED, TRANSIENT, Failure
 from allranks.surviving.hosts.backend import SealedBackend
 from allranks.surviving.hosts.doors import look_around
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
-from allranks.surviving.hosts.farewell import is_last
+from allranks.surviving.hosts.farewell import farewell_seconds, is_last
 from allranks.surviving.hosts.handler import leave_round, make_handler
 from allranks.surviving.hosts.lead import Lead
 from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss, who_is_here
@@ -44,7 +44,6 @@ from allranks.surviving.hosts.table import Table, host_of
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.rendezvous import QuietRendezvous
 
-FAREWELL_SECONDS = 5.0  # how long the leader waits until the others have read the end
 POLL_SECONDS = 0.05
 SEEK_SECONDS = 0.5  # between two looks whether anybody leads
 
@@ -292,7 +291,8 @@ class Company(QuietRendezvous):
             if self.notices.ending() is not None:
                 state = self.presence.state
                 others = {*self.table.members, *state.participants, *state.wait_list} - {self._node}
-                last = is_last(others, self.presence, self.notices, FAREWELL_SECONDS if self.leads else 0.0)
+                seconds = farewell_seconds(self._interrupts, leads=self.leads)
+                last = is_last(others, self.presence, self.notices, seconds)
                 over = last or self.leads
             elif self.notices.starts_again(self.table.number):
                 leave_round(self._inner)  # the others go on

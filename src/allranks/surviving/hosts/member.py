@@ -10,7 +10,9 @@ from dataclasses import replace
 from signal import SIGINT
 from typing import Literal, final
 
-from allranks.failure import INTERRUPTED, PREEMPTED, TRANSIENT, Failure, first_failure
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
+
+from allranks.failure import PREEMPTED, Failure, first_failure
 from allranks.process_environment import ATTEMPT, HOSTS
 from allranks.surviving.hosts.company import Company
 from allranks.surviving.hosts.ending import Ending, Report
@@ -18,6 +20,7 @@ from allranks.surviving.hosts.hearing import Hearing
 from allranks.surviving.hosts.losses import FORGED, LOST
 from allranks.surviving.hosts.moments import Moments
 from allranks.surviving.hosts.statement import Statement, find_absent, find_alarm, gather
+from allranks.surviving.hosts.staying import count_staying, find_leaving, is_unheard, may_part
 from allranks.surviving.hosts.table import host_of
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.outcome import Outcome
@@ -226,7 +229,7 @@ class Member:
             return self._end(Ending(next((one.exit_code for one in said if one.exit_code), 0)), outcome)
         cause = self._moments.first(reports, company.place, filter(None, [self._lost]))
         assert cause is not None
-        if cause.consequence and None in reports and not self._has_waited():
+        if (cause.consequence or may_part(said, cause)) and self._may_hear_more(reports):
             return "wait"
         if self._goes_on_without(reports, cause):
             company.notices.start_again(company.table.number)
@@ -253,47 +256,44 @@ class Member:
 
     def _may_leave(self, said: Sequence[Report]) -> bool:
         """Whether all have saved for hosts that were asked to stop; then the others start again, if they are enough."""
-        company, members = self._company, self._company.table.members
-        leaving = [host_of(node) for node, one in zip(members, said, strict=True) if one.stopped]
+        leaving = find_leaving(self._company.table.members, said)
         if not leaving or any(one.exit_code != PREEMPTED for one in said):
             return False
-        if self._supervisor is None or not self._are_enough_without(len(leaving)):
+        if self._supervisor is None or not self._are_enough_without(leaving):
             return False
-        self._supervisor.leaving(leaving)
-        company.notices.start_again(company.table.number)
+        self._supervisor.leaving(list(map(host_of, leaving)))
+        self._company.notices.start_again(self._company.table.number)
         return True
 
     def _goes_on_without(self, reports: Sequence[Report | None], cause: Failure) -> bool:
-        """Whether the others go on without hosts that were asked to stop and could not save: as if these were lost.
-
-        Ctrl-C is for all.
-        """
-        stopped = [one for one in reports if one is not None and one.stopped]
-        if not stopped or self._supervisor is None or not self._are_enough_without(len(stopped)):
+        """Whether the others go on without hosts that were asked to stop and could not save: as if these were lost."""
+        leaving = find_leaving(self._company.table.members, reports)
+        if not may_part(filter(None, reports), cause) or not self._are_enough_without(leaving):
             return False
-        if any(one.exit_code == INTERRUPTED for one in stopped) or not (
-            cause.consequence or cause.exit_code == TRANSIENT
-        ):
-            return False
-        if not self._supervisor.may_restart(cause):
+        if self._supervisor is None or not self._supervisor.may_restart(cause):
             return False
         self._supervisor.restarting(cause)
         return True
 
-    def _are_enough_without(self, leaving: int) -> bool:
+    def _are_enough_without(self, leaving: Sequence[_NodeDesc]) -> bool:
         """Whether the others can go on, with hosts that wait for room, and without this one, which leads, if it leaves.
 
         What this host was asked after it had reported is for all, who have counted on it, and so is Ctrl-C.
         """
-        company, members, first = self._company, self._company.table.members, self._interrupts.first
+        company, first = self._company, self._interrupts.first
         if first is not None and (first == SIGINT or not (self._has_said_stopped and company.outlives_leader)):
             return False
-        waiting = [node for node in company.presence.waiting() - {*members} if not company.notices.has_left(node)]
-        return len(members) - leaving - (self._lost is not None) + len(waiting) >= company.least
+        return count_staying(company.table.members, leaving, company.presence, company.notices) >= company.least
 
-    def _has_waited(self) -> bool:
+    def _may_hear_more(self, reports: Sequence[Report | None]) -> bool:
+        """Whether a host of which nothing is known may still report, or be found to be lost as another one is."""
         assert self._reported_at is not None
-        return time.monotonic() - self._reported_at > self._company.guard.host_seconds + CAUSE_SECONDS
+        lost = self._company.lost()
+        if self._lost is None and lost is not None:
+            self._lost = lost
+            return True  # this is the cause: it is judged anew
+        has_waited = time.monotonic() - self._reported_at > self._company.guard.host_seconds + CAUSE_SECONDS
+        return not has_waited and is_unheard(self._company.table.members, reports, self._company.presence)
 
     def _end(self, ending: Ending, outcome: Outcome) -> Next:
         self._company.end(ending)

@@ -18,18 +18,20 @@ class Presence:
 
     Attributes:
         state: of the rendezvous, as it was last read or written here.
+        lost: the hosts of the round under way that have gone without a word, all of them, by the last look for such.
     """
 
     def __init__(self, seconds: float, reader: StateReader) -> None:
         """`seconds`: without a sign of life for so long a host is silent; `reader`: hands the state to torch."""
         self.state = _RendezvousState()
+        self.lost: frozenset[_NodeDesc] = frozenset()
         self._seconds = seconds
         self._reader = reader
         self._lived_at: dict[_NodeDesc, float] = {}
 
     def begin_round(self, members: Iterable[_NodeDesc]) -> None:
         """A round of these hosts begins, all of which live."""
-        self._lived_at = dict.fromkeys(members, time.monotonic())
+        self._lived_at, self.lost = dict.fromkeys(members, time.monotonic()), frozenset()
 
     def await_survivors(self, node: _NodeDesc, members: Iterable[_NodeDesc]) -> None:
         """The next round begins as soon as the last one's hosts that live are there, and those that wait to join.

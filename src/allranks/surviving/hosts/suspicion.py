@@ -21,7 +21,8 @@ def find_lost(
 ) -> Failure | None:
     """The first host of a round that has gone without a word, as the Failure of its first worker.
 
-    All that have gone are taken for lost at once, and lead no more: the next round awaits none of them.
+    All that have gone are taken for lost at once, and lead no more: the next round awaits none of them. `presence`
+    has their names then.
 
     Where workers have lost their connection and nobody has said why, some seconds of silence are enough. Who has
     reported may have left for the next round; of the leader all wait for a word even then.
@@ -35,7 +36,7 @@ def find_lost(
     number, members = table.number, table.members
     cut_off = notices.lost_a_peer(number, len(members))
     gone = presence.gone(members)
-    first: Failure | None = None
+    first, found = None, set[_NodeDesc]()
     for place, node in enumerate(members):
         if node == own or not (node in gone or cut_off):
             continue
@@ -44,10 +45,12 @@ def find_lost(
         else:
             lost = node in gone or presence.suspect(node)
         if lost:
+            found.add(node)
             lead.take_for_lost(node)
             what = describe_silence(guard, suspected=node not in gone)
             rank = table.ranks(place)[0]
             first = first or Failure(rank, host_of(node), node.pid, time.time(), TRANSIENT, what)
+    presence.lost = frozenset(found)
     return first
 
 
