@@ -2,14 +2,20 @@
 
 import multiprocessing
 import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+import torch
 
 from allranks.benchmarking import processes
-from allranks.benchmarking.processes import measure_all
+from allranks.benchmarking.memory_watch import allocated_bytes
+from allranks.benchmarking.processes import measure, measure_all
 from allranks.benchmarking.strategies import Case, plan_cases, summarise
 from allranks.errors import ProcessError
 from allranks.layout import Layout
+from allranks.parallel.backend import DeviceChoice
+from allranks.process_environment import ProcessEnvironment
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
@@ -63,3 +69,25 @@ def test_a_case_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ProcessError, match=r"ddp on 2 processes could not be measured: no end after 0 s"):
         measure_all(plan_cases(["ddp"], [2]), 2, "tiny")
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.skipif(allocated_bytes() == 0, reason="this system does not tell what is allocated")
+@pytest.mark.parametrize("grows", [2, 3, 4, 5])
+def test_a_table_that_grows_meanwhile_is_in_nobodys_memory(monkeypatch: pytest.MonkeyPatch, grows: int) -> None:
+    table, made = [], 0
+
+    def loop(*_: object) -> Iterator[Callable[[], float]]:
+        nonlocal made
+        if made == grows:
+            table.append(torch.ones(1_000_000))  # stays, as a table of the interpreter does
+        made += 1
+        while True:
+            kept = torch.ones(1_000_000)
+            yield partial(float, kept[0])
+
+    monkeypatch.setattr(processes, "raw_steps", loop)
+    monkeypatch.setattr(processes, "our_steps", loop)
+    alone = ProcessEnvironment("environment", 0, 0, 1, 1)
+    found = measure(Case("single", Layout()), 2, "tiny", alone, DeviceChoice(torch.device("cpu"), "gloo", None, ()))
+    assert table and all(3.9e6 < peak < 8.1e6 for peak in found.memory), found.memory
+    assert abs(found.memory[0] - found.memory[1]) < 0.2e6
