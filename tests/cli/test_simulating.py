@@ -67,6 +67,21 @@ def test_what_cannot_be_nothing_is_refused_in_one_line(option: str, value: str |
     assert str(caught.value) == said
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"days": 0.0}, "--days 0: more than 0 and at most 3650"),
+        ({"days": 3651.0}, "--days 3651: more than 0 and at most 3650"),
+        ({"spares": -1}, "--spares -1: at least 0"),
+        ({"runs": 0}, "--runs 0: at least 1"),
+    ],
+)
+def test_of_the_counts_the_one_that_is_wrong_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        simulation_of(SimulationRequest(CLUSTER, **given))
+    assert str(caught.value).startswith(said)
+
+
 def test_a_cluster_of_nothing_is_refused() -> None:
     for cluster in ("0x8:h100", "8x0:h100"):
         with pytest.raises(ConfigError, match="no devices; give at least 1 of each"):

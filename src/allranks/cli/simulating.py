@@ -25,6 +25,8 @@ from allranks.units import format_bytes, format_seconds
 CHECKPOINT_BYTES = 12
 """Of a parameter: itself and Adam's two moments in float32 (law 7, law 8)."""
 
+MOST_DAYS = 3650
+
 STORAGE_PER_NODE = 2e12 / 7500
 """Bytes/s that storage takes and gives for each node: 2 TB/s over 7,500 servers (arXiv 2407.21783, section 3.3.1)."""
 
@@ -75,10 +77,7 @@ def simulation_of(request: SimulationRequest) -> Simulation:
     """The simulation that a request asks for. Raises ConfigError for a figure that cannot be."""
     from allranks.rehearsing.simulate import Trial, simulate
 
-    if not 0 < request.days <= 3650 or (request.spares or 0) < 0 or (request.runs is not None and request.runs < 1):
-        raise ConfigError("--days are more than 0 and at most 3650, --spares at least 0, --runs at least 1")
-    if request.seed < 0:
-        raise ConfigError(f"--seed {request.seed}: a seed is a whole number from 0; --seed 0, say, or leave it out")
+    _check_counts(request)
     _check_more_than_nothing(request)
     cluster = find_cluster(request.cluster)
     model, assumed = find_failures(request.failures)
@@ -93,6 +92,17 @@ def simulation_of(request: SimulationRequest) -> Simulation:
         named=(costs.model, cluster.name, cluster.devices_per_node),
         notes=(*costs.notes, *notes, *assumed),
     )
+
+
+def _check_counts(request: SimulationRequest) -> None:
+    if not 0 < request.days <= MOST_DAYS:
+        raise ConfigError(f"--days {request.days:g}: more than 0 and at most {MOST_DAYS}; --days 60, say")
+    if request.spares is not None and request.spares < 0:
+        raise ConfigError(f"--spares {request.spares}: at least 0; leave it out for enough in 999 of 1000 moments")
+    if request.runs is not None and request.runs < 1:
+        raise ConfigError(f"--runs {request.runs}: at least 1; leave it out for as many as the figures need")
+    if request.seed < 0:
+        raise ConfigError(f"--seed {request.seed}: a seed is a whole number from 0; --seed 0, say, or leave it out")
 
 
 def _check_more_than_nothing(request: SimulationRequest) -> None:
