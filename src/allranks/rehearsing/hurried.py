@@ -52,7 +52,7 @@ def counting_once() -> Iterator[None]:
         task: Any, dataset: Any, seed: int, precision: Any, module: nn.Module, names: Sequence[str]
     ) -> list[float]:
         # A model that depends on the rank shall be seen to do so.
-        key = tuple(names), tuple((name, tensor.shape) for name, tensor in module.named_parameters())
+        key = tuple(names), tuple(tensor.shape for tensor in module.parameters())
         if key not in known:
             known[key] = count(task, dataset, seed, precision, module, names)
         return list(known[key])
