@@ -20,6 +20,7 @@ def few_of(layout: str, world: int, *words: str) -> FewMicroSteps:
     [
         ("single", 1, (3, 1)),
         ("pp=2", 2, (4, 1)),
+        ("pp=3", 3, (6, 1)),
         ("pp=4", 4, (6, 1)),
         ("pp=2,schedule=interleaved", 2, (8, 4)),
         ("pp=4,schedule=gpipe", 4, (4, 0)),
@@ -44,16 +45,21 @@ def test_a_pipeline_that_chooses_its_own_cut_is_told_how_many() -> None:
     assert few_of("pp=2", 2, "train.global_batch=8").number == few_of("pp=2", 2, "train.global_batch=8").traced
 
 
+def test_a_deep_pipeline_is_shallow_where_enough_is_left_out() -> None:
+    for number, traced, filling in ((8, 8, 0), (10, 10, 0), (11, 6, 5), (40, 6, 5)):
+        found = few_of("pp=8", 8, f"train.global_batch={number}", "train.micro_batch=1")
+        assert (found.traced, found.filling, found.shallow) == (traced, filling, filling > 0)
+
+
 def stretches(*units: str) -> list[Stretch]:
     """ "F0" is the begin of a forward, "f0" a block in it, "B0" a backward's begin."""
     kinds = {"F": ("forward", ""), "f": ("forward", "layers.0"), "B": ("backward", ""), "b": ("backward", "layers.0")}
     return [Stretch(*kinds[unit[0]], int(unit[1:])) for unit in units]
 
 
-def few(number: int, traced: int, period: int) -> FewMicroSteps:
-    return FewMicroSteps(
-        resolve_config(task_defaults={}, toml=None, overrides=[], layout="single"), number, traced, period
-    )
+def few(number: int, traced: int, period: int, filling: int = 0) -> FewMicroSteps:
+    config = resolve_config(task_defaults={}, toml=None, overrides=[], layout="single")
+    return FewMicroSteps(config, number, traced, period, filling)
 
 
 def test_what_repeats() -> None:
@@ -62,6 +68,10 @@ def test_what_repeats() -> None:
     assert few(3, 3, 1).find_windows(plain) == ()
     first_of_two = stretches("F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3")
     assert few(9, 4, 1).find_windows(first_of_two) == (Window(3, 5, 6),)
+    deep = stretches("F0", "F1", "F2", "B0", "F3", "B1", "F4", "B2", "F5", "B3", "B4", "B5")
+    assert few(20, 6, 1, 4).find_windows(deep) == (Window(1, 2, 5), Window(6, 8, 11), Window(10, 11, 5))
+    assert few(20, 6, 1, 4).find_windows(deep, 3) == (Window(1, 2, 2), Window(6, 8, 14), Window(10, 11, 2))
+    assert few(20, 6, 1, 4).find_windows(deep, 4) == (Window(6, 8, 15),)
     two_each = stretches(*(f"F{n}" for n in range(8)))
     assert few(8, 4, 4).find_windows(two_each) == (Window(3, 7, 3),)
     apart = stretches("F0", "f0", "F1", "f1", "F2", "f2", "B0", "b0", "B1", "b1", "B2", "b2")
@@ -84,6 +94,7 @@ OF_EACH = 16
 """Bytes that a micro-step leaves on the last stage: its loss, here and in the sum."""
 PIPELINES = [
     ("pp=2", 2), ("pp=2,schedule=interleaved", 2), ("pp=2,schedule=gpipe", 2), ("pp=4", 4), ("pp=2,dp_shard=2", 4),
+    ("pp=3", 3), ("pp=5,recompute=full", 5), ("pp=6,dp_shard=2", 12),
     ("pp=2,tp=2,recompute=full", 4), ("pp=2,dp_replicate=2,schedule=interleaved", 4),
     ("pp=2,dp_shard=2,schedule=interleaved", 4), ("pp=2,dp_shard=2,schedule=gpipe,recompute=selective", 4),
 ]  # fmt: skip
@@ -105,6 +116,10 @@ def check(layout: str, world: int, rank: int, number: int) -> None:
 
 def test_a_pipeline_of_few_micro_steps_is_that_of_many() -> None:
     check("pp=2", 2, 0, 5)
+
+
+def test_a_deep_pipeline_is_that_of_one_with_fewer_micro_steps() -> None:
+    check("pp=5", 5, 1, 9)
 
 
 @pytest.mark.full

@@ -103,7 +103,7 @@ def _match_blocks(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> 
                 f"hints().blocks: {pattern!r} matches no module with parameters; {nearest_to(pattern, logical)}"
             )
         matched |= found
-    outermost = {name for name in matched if not any(_is_inside(name, other) for other in matched)}
+    outermost = {name for name in matched if matched.isdisjoint(_around(name))}
     return {
         which: [name for name in some if (f"{which}.{name}" if which else name) in outermost]
         for which, some in names.items()
@@ -112,6 +112,12 @@ def _match_blocks(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> 
 
 def _is_inside(name: str, other: str) -> bool:
     return name.startswith(other + ".")
+
+
+def _around(name: str) -> list[str]:
+    """The names of the modules that the one of this name is in: `a`, `a.b` for `a.b.c`."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
 
 
 def _visit(module: nn.Module, prefix: str, found: list[str]) -> None:

@@ -8,7 +8,7 @@ from FSDP2's own methods, which are called through an instance. Bytes are those 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from allranks.parallel.functional_calls import stands_for
 from allranks.parallel.mesh import MESH_AXES
 from allranks.parallel.spread import Spread
 
+DEVICE_OF: Final = torch.ops.prim.device.default
 MODEL, REST = "the model", "the rest"
 _NAMES = {
     "allreduce_": "all-reduce",
@@ -206,6 +207,8 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE_OF:
+            return args[0].device  # of tensors without memory this comes as often as all else together
         if func.namespace == "_c10d_functional":
             found = func(*args, **(kwargs or {}))
             call = stands_for(func._schema.name, args, found)

@@ -37,6 +37,7 @@ from allranks.rehearsing.replay import (
     add_transfers,
     find_peak,
 )
+from allranks.rehearsing.shallow import check_shallow, shallow
 from allranks.rehearsing.shortening import NotShortened, follow_blocks, shorten
 from allranks.rehearsing.units import watch_units
 from allranks.rehearsing.watch import Watch
@@ -116,6 +117,8 @@ def _rehearse(
         stack.enter_context(launched_as(environment_of(rank, layout.world_size, world.per_node)))
         stack.enter_context(fake_world(rank, layout.world_size, world.backend, crossings))
         stack.enter_context(hurried())
+        if few.shallow:
+            stack.enter_context(shallow(few.traced))
         if world.on_cuda:
             stack.enter_context(as_on_cuda())
             if config.train.precision == "float8":
@@ -153,20 +156,25 @@ def _watch(
     mark_state(told, ledger)
     watch_units(spread, ledger)
     with mode, watch.watching():
-        _make_step(task, told, watch)
-        _search_unused(told, lambda: _make_step(task, told, watch))
+        # Where micro-steps are left out, they are alike, and one leaves what many leave.
+        first = told.run if few.traced == few.number else told.warm_up
+        _make_step(task, told, watch, first)
+        _search_unused(told, lambda: _make_step(task, told, watch, first))
         if told.step.guard is not None:
             told.step.guard.begin()  # knows by now which buffers a step changes, and keeps those alone from here on
         mark_state(told, ledger)
         _record_step(task, told, watch, ledger, shortened.blocks)
-    repeats = Repeats(shortened.times, few.find_windows(ledger.stretches))
+    stage = min(spread.stages.pipeline.stages) if spread.stages is not None else 0
+    if few.shallow:
+        check_shallow(ledger.stretches)
+    repeats = Repeats(shortened.times, few.find_windows(ledger.stretches, stage))
     resting = few.grow(ledger.resting, [] if waits else list_each(told, ledger))
     if on_cuda:
         resting = [*resting, (Stored(WORKSPACE_BYTES, "cuBLAS", "other"), WORKSPACE_BYTES)]
     peak, on_host = (find_peak(resting, ledger.stretches, repeats, *where) for where in ((), (ON_HOST,)))
     return RankRehearsal(
         rank=rank,
-        stage=min(spread.stages.pipeline.stages) if spread.stages is not None else 0,
+        stage=stage,
         peak_bytes=peak.num_bytes,
         by_category=peak.by_category,
         at=peak.at,
@@ -208,7 +216,7 @@ def _record_step(task: Task, told: RankStep, watch: Watch, ledger: Ledger, block
         ledger.begin("start")
         record = StepRecord(told.spread, (told.processes.agreement,), lambda deed: note_deed(ledger, deed))
         with record.recording():
-            _make_step(task, told, watch)
+            _make_step(task, told, watch, told.run)
         ledger.end()
 
 
@@ -226,9 +234,9 @@ def collecting_new() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _make_step(task: Task, told: RankStep, watch: Watch) -> None:
+def _make_step(task: Task, told: RankStep, watch: Watch, run: Callable[[], None]) -> None:
     try:
-        told.run()
+        run()
     except (AllranksError, NotShortened):
         raise
     except Exception as error:

@@ -25,6 +25,7 @@ from allranks.profiling.fakes import build_fake, make_fake
 from allranks.rehearsing.host_memory import mark_waiting
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.replay import GIVEN
+from allranks.rehearsing.shallow import run_empty
 from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.ema import Ema
 from allranks.stepping.guards import StepGuard
@@ -61,8 +62,20 @@ class RankStep:
 
     def run(self) -> None:
         """One optimizer step; the agreement before it is made, too, where there is none."""
-        before = self.step.agree_first(self.batch)
-        self.step.run(self.batch, before, lambda: self.batch)
+        self._run(self.batch)
+
+    def warm_up(self) -> None:
+        """A step of the first micro-step alone, for the state that a step leaves; for micro-steps that are all alike.
+
+        A pipeline's schedule for a whole step runs once behind it, on nothing: it keeps what its stages receive into.
+        """
+        self._run(replace(self.batch, micro_steps=self.batch.micro_steps[:1]))
+        if self.spread.stages is not None:
+            run_empty(self.spread.stages, len(self.batch.micro_steps))
+
+    def _run(self, batch: StepBatch) -> None:
+        before = self.step.agree_first(batch)
+        self.step.run(batch, before, lambda: self.batch)
 
 
 @final

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from allranks.losses import ChunkedHead
 from allranks.parallel.functional_calls import NAMESPACE, Call, stands_for
 from allranks.parallel.spread import Spread
-from allranks.parallel.step_record import collective_name, received_bytes
+from allranks.parallel.step_record import DEVICE_OF, collective_name, received_bytes
 from allranks.profiling.fakes import run_kernel
 from allranks.profiling.kernels import count_flops
 from allranks.rehearsal import Category
@@ -81,6 +81,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].device  # half of all that comes here
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a DTensor, or one in eight bits with its scale: what it does within is seen
@@ -107,7 +109,8 @@ class Watch(TorchDispatchMode):
 
     def _note(self, name: str, func: Any, args: Any, kwargs: Any, found: Any) -> None:
         ledger = self._ledger
-        outputs = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, FakeTensor) and not leaf.is_meta]
+        leaves = (leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, FakeTensor))
+        outputs = [leaf for leaf in leaves if leaf.fake_device.type != "meta"]  # is_meta asks through all modes
         if outputs:
             ledger.module, category = self._whose()
             inputs = _tensors(args, kwargs) if ledger.uses_host else ()

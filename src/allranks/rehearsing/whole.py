@@ -13,6 +13,7 @@ from allranks.rehearsal import RankRehearsal, Rehearsal
 from allranks.rehearsing.comparing import compare_ranks
 from allranks.rehearsing.crossings import Crossings
 from allranks.rehearsing.dryrun import World, rehearse_rank
+from allranks.rehearsing.hurried import counting_once
 from allranks.task import Task
 
 CONTEXT_BYTES = 2.0e9
@@ -67,11 +68,12 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
     world = World(layout, max(1, layout.world_size // cluster.nodes), on_cuda)
     ranks: dict[int, RankRehearsal] = {}
     crossings = Crossings()
-    for rank in question.ranks:
-        tell(f"rank {rank} of {layout.world_size}")
-        ranks[rank] = rehearse_rank(
-            question.task, question.config, world, rank, full=question.full, crossings=crossings
-        )
+    with counting_once():
+        for rank in question.ranks:
+            tell(f"rank {rank} of {layout.world_size}")
+            ranks[rank] = rehearse_rank(
+                question.task, question.config, world, rank, full=question.full, crossings=crossings
+            )
     there = host_capacity_bytes(cluster)
     return Rehearsal(
         model=question.model,
