@@ -73,6 +73,26 @@ def test_a_fault_strikes_its_rank_in_its_step_once_over_all_starts(tmp_path: Pat
     assert walk(tmp_path) == (0, "5 2")
 
 
+def test_who_is_killed_while_it_writes_the_mark_leaves_none(tmp_path: Path) -> None:
+    """By the agent, because another rank met its own fault a moment before: what is left is no mark of half a word."""
+    killed_at_the_end_of_a_file = """
+import os
+def kill_instead(event, args):
+    if event in ("os.link", "os.rename"):
+        os.kill(os.getpid(), 9)
+import json
+json.dump = lambda *args: os.kill(os.getpid(), 9)
+sys.addaudithook(kill_instead)
+"""
+    fault_points.write_schedule(tmp_path, [fault(kind="exit")])
+    words = [sys.executable, "-c", f"import sys{killed_at_the_end_of_a_file}{WALK}", str(tmp_path), "0", "0"]
+    assert subprocess.run(words, capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert fault_points.read_fired(tmp_path) == {}
+    assert walk(tmp_path) == (EXIT_CODE, "3 2")
+    assert list(fault_points.read_fired(tmp_path)) == [0]
+    assert sorted(path.name for path in tmp_path.glob("fired-*")) == ["fired-0.json"]
+
+
 def test_what_was_missed_strikes_at_the_next_passing(tmp_path: Path) -> None:
     fault_points.write_schedule(tmp_path, [fault()])
     assert walk(tmp_path, done=3) == (-signal.SIGKILL, "4 1")

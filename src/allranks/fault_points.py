@@ -145,11 +145,14 @@ class _Rank:
 
     def _strike(self, fault: Fault) -> None:
         self._gone.add(fault.number)
+        mark, told = fired_file(self._folder, fault.number), self._folder / f".firing-{fault.number}-{self._pid}"
+        told.write_text(json.dumps(asdict(Fired(fault.number, time.time(), self._pid, self._passing.step))), "utf-8")
         try:
-            with fired_file(self._folder, fault.number).open("x", encoding="utf-8") as file:
-                json.dump(asdict(Fired(fault.number, time.time(), self._pid, self._passing.step)), file)
+            os.link(told, mark)  # whole at once: the agent kills this process at any moment, if another one has died
         except FileExistsError:
             return  # it struck before a restart
+        finally:
+            told.unlink()
         break_here(fault)
 
     def _write_passed(self) -> None:

@@ -30,6 +30,7 @@ def trial(folder: Path, *words: str, kills: int, check: int = 0) -> dict[str, ob
     """What `allranks chaos --json` says; everything holds, or what does not is in the message."""
     wanted = ("--kills", str(kills), "--nproc", "2", "--layout", "ddp", "--json", "--run", "trial")
     ran = allranks("chaos", POINTS, *TRAIN, *wanted, *words, folder=folder, check=None, limit=LIMIT_SECONDS)
+    assert ran.stdout, f"ended with {ran.returncode}\n{ran.stderr}"
     document: dict[str, object] = json.loads(ran.stdout)
     told = "\n".join(json.dumps(one) for key in ("invariants", "incidents") for one in document.get(key, ()))  # type: ignore[attr-defined]
     assert ran.returncode == check == document["exit_code"], f"{document.get('verdict')}\n{told}\n{ran.stderr}"
