@@ -212,7 +212,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this worker with its exit code, once its exit functions and (where all went well) its threads have ended.
+    """End this process, a worker or a command, with its exit code.
+
+    Its exit functions have ended then, and where all went well its threads.
 
     Destructors do not run: that of a process group waits for collectives that peers never join, and can wait for ever
     for a thread of its own that needs Python's lock (torch 2.13, where DDP holds the last reference).
