@@ -84,7 +84,7 @@ def test_where_nothing_fails_no_formula_has_an_interval(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--days", "0"), "--days are more than 0"),
+        (("--days", "0"), "--days 0: more than 0 and at most 3650"),
         (("--failures", "rsc1"), "did you mean rsc-1"),
         (("--restart", "soon"), "--restart soon: not understood"),
         (("--seed", "-1"), "--seed -1: a seed is a whole number from 0"),
