@@ -40,6 +40,7 @@ def plain() -> list[float]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("ep", [2, 4])
 def test_cut_experts_learn_what_whole_ones_learn(pool: Pools, ep: int) -> None:

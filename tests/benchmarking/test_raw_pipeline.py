@@ -48,6 +48,7 @@ def test_stages_are_dealt_in_turn_or_there_and_back() -> None:
     assert [own_stages(Layout(pp=2, schedule="zbv"), rank) for rank in range(2)] == [[0, 3], [1, 2]]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_every_schedule_makes_the_same_steps(pool: Pools) -> None:
     """Those of one process with the same samples: only who computes what and when differs."""

@@ -19,6 +19,7 @@ def compiler_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when its compiler is imported
 
 
+@pytest.mark.full
 def test_one_process_measures_its_programs_alone() -> None:
     with patch.object(small_programs, "QUICK_TURNS", 2):
         found = measure_programs(ALONE, DeviceChoice(torch.device("cpu"), "gloo", None, ()), quick=True)

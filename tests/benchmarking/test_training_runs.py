@@ -33,6 +33,7 @@ def test_the_command_is_what_a_user_types() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_config_is_the_tasks() -> None:
     assert ask_config((POINTS, "train.global_batch=24", "train.max_norm=2.5"), "cpu") == TrainConfig(

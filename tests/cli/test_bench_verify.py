@@ -42,6 +42,7 @@ def document(ran: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_covering_sample_is_scored_and_not_run_twice(tmp_path: Path) -> None:
     twins = ("classifier", "augmented", "dropped", "tokens", "fsdp", "evaluated", "schedule", "task_digits")

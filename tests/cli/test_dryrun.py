@@ -47,6 +47,7 @@ def test_a_model_that_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "kernels of CUDA" in out
 
 
+@pytest.mark.full
 def test_the_timeline_is_in_the_document_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     words = (NAME, "--cluster", "1x2:a100-80g", "--layout", "fsdp", "--ranks", "1", "--timeline", "--json")
     code, out, err = run(capsys, *words)
@@ -132,6 +133,7 @@ def test_the_predicted_step_is_written_for_perfetto(capsys: pytest.CaptureFixtur
     assert document["otherData"]["layout"] == "dp_shard=2,tp=2"
 
 
+@pytest.mark.full
 def test_the_predicted_step_of_a_pipeline_has_all_its_stages(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -157,6 +159,7 @@ def test_the_predicted_step_of_a_pipeline_has_all_its_stages(
         assert {f"{way} {turn}" for way in ("forward", "backward") for turn in range(4)} | {"bubble"} == set(turns)
 
 
+@pytest.mark.full
 def test_a_full_trace_leaves_no_block_out(capsys: pytest.CaptureFixture[str]) -> None:
     words = (NAME, "task.layers=9", "--cluster", "1x2:a100-80g", "--layout", "fsdp", "--ranks", "0", "--json")
     (short, code), (full, full_code) = (

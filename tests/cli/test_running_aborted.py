@@ -17,6 +17,7 @@ PROGRAM = PROGRAMS / "aborted.py"
 WAITED = "NCCL waited in vain in ALLREDUCE (number {}, 4096 values)"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_error_ends_the_run_and_not_the_signal_that_came_before_all_was_closed(
     tmp_path: Path, workers: int
@@ -31,6 +32,7 @@ def test_the_error_ends_the_run_and_not_the_signal_that_came_before_all_was_clos
     assert failure.rank == 1 and failure.noted
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_raises_the_error_too(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, str(PROGRAM)],
@@ -59,6 +61,7 @@ def explain_attempts(folder: Path, *attempts: str, code: int) -> dict[str, Verdi
     return {one.kind: one for one in explain(run.path)}
 
 
+@pytest.mark.full
 def test_of_a_wait_in_vain_the_newest_attempt_is_compared_and_nobody_accused_who_was_ended(tmp_path: Path) -> None:
     """The agent kills ranks 0 and 3 at the first abort: where they were, their logs do not say."""
     found = explain_attempts(tmp_path, "wwww", "swws", code=93)

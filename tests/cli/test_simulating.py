@@ -24,6 +24,7 @@ def test_a_checkpoint_is_twelve_bytes_a_parameter_through_the_storage() -> None:
     assert costs.replica_nodes >= 1
 
 
+@pytest.mark.full
 def test_what_the_user_gives_comes_before_the_plan() -> None:
     request = SimulationRequest(CLUSTER, ("100b",), step="7s", save_cost="2s", load="0")
     costs = costs_of(request, find_cluster(CLUSTER))
@@ -32,6 +33,7 @@ def test_what_the_user_gives_comes_before_the_plan() -> None:
     assert costs.write_seconds == pytest.approx(101.6e9 * 12 / (8 * STORAGE_PER_NODE), rel=0.01)
 
 
+@pytest.mark.full
 def test_the_clusters_own_storage_comes_before_llama_3s() -> None:
     request, cluster = SimulationRequest(CLUSTER, ("100b",)), replace(find_cluster(CLUSTER), storage_bandwidth=2e9)
     costs = costs_of(request, cluster)

@@ -160,6 +160,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("pause", ["time.sleep", "ctypes.PyDLL(None).sleep"])
 def test_workers_die_with_their_parent_even_in_the_middle_of_an_item(pause: str, tmp_path: Path) -> None:
     """Also in one whose code is C and keeps Python's lock, so that no thread of the worker can look at its parent."""

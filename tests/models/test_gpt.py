@@ -78,6 +78,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         GPT(**SIZES | {"num_heads": 3})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("layout", "world"), [("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("dp_shard=2,tp=2", 4)])
 def test_a_gpt_by_name_is_rehearsed_under_every_cut(layout: str, world: int) -> None:
     found = rehearsed(Named(name="gpt2", layers=2, seq=64), layout, world, "train.global_batch=4")

@@ -231,6 +231,7 @@ SWAPPED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_stage_whose_ranks_enter_equally_many_other_units_is_found(pool: Pools) -> None:
     for orders, words in SWAPPED:

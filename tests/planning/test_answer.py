@@ -74,6 +74,7 @@ def test_the_fewest_devices_that_keep_a_deadline() -> None:
     assert f"{plan.num_devices} devices are the fewest of the numbers tried, {because}" in plan.notes
 
 
+@pytest.mark.full
 def test_between_two_sizes_the_fewest_nodes_are_looked_for() -> None:
     """96 fail and 128 do: 104, which do too, are not passed over."""
     question = ask("llama3-8b", "4x8:a100-80g", batch=512, tokens=1e10, limit_seconds=7.2 * 3600)

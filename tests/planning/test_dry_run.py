@@ -108,6 +108,7 @@ def test_gradients_of_a_sequences_ranks_are_no_sequences_traffic() -> None:
     assert sent(Layout(cp=4, dp_replicate=2), sums, swap) == {"cp": 80.0}
 
 
+@pytest.mark.full
 def test_a_run_whose_experts_lie_along_a_data_axis_has_both() -> None:
     """Their ranks are the same; the planner has a row of Traffic for each."""
     told = rehearsed(Experts(), "dp_replicate=2,ep=2", 2)

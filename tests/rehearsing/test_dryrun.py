@@ -82,6 +82,7 @@ class Strided(Task):
         return nn.functional.cross_entropy(output, batch[1], reduction="sum")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_convolutions_of_another_stride_are_no_repeats(layout: str) -> None:
     assert check_short_of(Strided(), layout, 4) == (8, 10)
@@ -270,6 +271,7 @@ def guarded(task: Task, layout: str, world: int, *words: str) -> int:
     return sum(one.bytes for one in rehearsed(task, layout, world, *words).holdings if one.module == "the guard")
 
 
+@pytest.mark.full
 def test_the_guard_keeps_the_buffers_that_a_step_changes() -> None:
     """And small ones, which a later step may change: the tables of rotary angles are, two of a kilobyte in a block."""
     widths = (2048, 16, 2048)

@@ -266,6 +266,7 @@ def test_a_parameter_that_stays_whole_is_found() -> None:
     assert rehearsed(Tokens(hidden=256), "tp=2", 2).findings == ()
 
 
+@pytest.mark.full
 def test_a_parameter_that_tp_forgot_is_found_where_dp_shard_cuts_it() -> None:
     found = rehearsed(Whole(layers=1, hidden=256), "tp=2,dp_shard=2", 4).findings
     assert [one.kind for one in found] == ["unsharded"] * 3
@@ -308,6 +309,7 @@ class Neglecting(Adversaries):
         yield "critic", critic(batch).sum(), len(batch)
 
 
+@pytest.mark.full
 def test_parameters_that_no_loss_of_several_reaches_are_found() -> None:
     """What another turn's loss has updated is not among them."""
     for layout in ("single", "ddp"):

@@ -108,6 +108,7 @@ def test_what_a_pipeline_weighs_is_counted_once_for_all_its_ranks(monkeypatch: p
     assert vars(session)["count_between"] is count and len(calls) == 3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "layout", ["dp_shard=4", "dp_replicate=2,dp_shard=2", pytest.param("dp_shard=2,tp=2", marks=pytest.mark.full)]
 )

@@ -58,6 +58,7 @@ def test_sixty_days_of_a_hundred_thousand_devices_take_seconds_of_a_core() -> No
     assert found.chosen.interruptions.mean == pytest.approx(12_500 * 60 * 3.79 / 1000, rel=0.1)
 
 
+@pytest.mark.full
 def test_tiers_stragglers_and_a_run_that_shrinks_take_seconds_too() -> None:
     """Of as many devices for as long."""
     model = replace(NAMED["llama3"], stragglers_per_1000_node_days=1.0)

@@ -100,6 +100,7 @@ def test_a_process_of_which_nobody_knows_takes_what_one_on_a_gpu_does() -> None:
     assert process_bytes(replace(device, context_bytes=None)) == CONTEXT_BYTES
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("device", "said"), [("a100-80g", 200e9), ("a800", None)])
 def test_what_waits_on_the_vendors_host_is_held_to_it_and_said(device: str, said: float | None) -> None:
     told = rehearse(question(f"1x2:{device}", "fsdp,offload=parameters", 0))
@@ -141,6 +142,7 @@ def test_a_rank_that_is_rehearsed_is_not_said_to_be_none() -> None:
     assert not any("--ranks" in line for line in rehearse(question("1x2:cpu", "ddp", 0, 1)).unrehearsed)
 
 
+@pytest.mark.full
 def test_the_broadcast_that_only_gpus_make_is_said_to_be_left_out() -> None:
     def says(cluster: str, layout: str) -> bool:
         return any(line.startswith("tp: the broadcast") for line in rehearse(question(cluster, layout, 0)).unrehearsed)

@@ -27,6 +27,7 @@ def shared(kind: str, layout: str, how: str) -> Any:
     return {name: (one.kind, one.what) for name, one in verdicts.items() if name == "shards"}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["fsdp", "tp=2"])
 def test_parts_that_each_rank_made_from_one_seed_are_found(pool: Pools, layout: str) -> None:

@@ -64,6 +64,7 @@ def test_the_users_own_number_of_threads_is_kept(
     assert "OMP_NUM_THREADS=7\n" in (tmp_path / "0").read_text()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [

@@ -166,6 +166,7 @@ def test_a_host_that_joins_and_is_not_reached_ends_and_the_others_go_on(
     assert sum("cannot join: a way is closed" in line for line in hosts.heard) == 2
 
 
+@pytest.mark.full
 def test_hosts_that_do_not_reach_each_other_any_more_meet_again_until_they_do(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +279,7 @@ def test_a_host_that_falls_silent_is_lost_for_all(hosts: Hosts) -> None:
     assert leader.lost() is None
 
 
+@pytest.mark.full
 def test_where_workers_have_lost_a_peer_a_short_silence_is_enough_and_the_rest_go_on_at_once(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +303,7 @@ def test_where_workers_have_lost_a_peer_a_short_silence_is_enough_and_the_rest_g
     assert time.monotonic() - began < 20, "a cap; nobody waits for the lost one, nor for the end of a last call"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("later_seconds", [0.0, 1.0], ids=["in the same moment", "a moment later"])
 def test_where_two_hosts_fall_silent_the_rest_await_neither(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch, later_seconds: float

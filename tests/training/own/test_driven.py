@@ -61,6 +61,7 @@ MORE = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layout", "size"), [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.full) for one in MORE)])
 def test_one_loop_is_what_one_device_computes(pool: Pools, tmp_path: Path, layout: str, size: int) -> None:
     folder = folder_of(tmp_path, layout)
@@ -101,6 +102,7 @@ def test_every_stage_has_the_losses_and_clipping_is_over_all(pool: Pools, tmp_pa
         assert len(ranks[0].losses[step]) == 4 and (len(expected) == 8 or not last)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layout", "size"), [("pp=2", 2), ("cp=2", 2)])
 def test_a_resumed_loop_is_bitwise_the_uninterrupted_one(pool: Pools, tmp_path: Path, layout: str, size: int) -> None:
     whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
