@@ -8,7 +8,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 
 PACKAGE = "allranks"
@@ -64,10 +64,10 @@ class Module:
     root: Path
     path: Path
 
-    @cached_property
+    @property
     def tree(self) -> ast.Module:
         """The parsed file."""
-        return ast.parse(self.path.read_text(), str(self.path))
+        return parse(self.path.read_text(), str(self.path))
 
     @property
     def name(self) -> str:
@@ -83,6 +83,12 @@ class Module:
     def at(self, node: ast.AST) -> str:
         """`data/cut.py:12`."""
         return f"{self.relative}:{getattr(node, 'lineno', 1)}"
+
+
+@cache
+def parse(text: str, name: str) -> ast.Module:
+    """The same tree for every check that reads the file, since none changes it."""
+    return ast.parse(text, name)
 
 
 def modules(root: Path) -> list[Module]:

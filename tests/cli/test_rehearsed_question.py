@@ -58,3 +58,10 @@ def test_a_question() -> None:
     question = question_of(asked)
     assert (question.model, question.layout.world_size, question.ranks) == ("llama3-8b", 64, (0, 63))
     assert question.config.train.precision == "bfloat16"
+
+
+def test_a_task_is_rehearsed_on_two_ranks_of_each_stage_and_a_model_by_name_of_the_first() -> None:
+    words = ("train.global_batch=64", "train.micro_batch=1")
+    staged = "1x8:a100-80g", "pp=4,dp_shard=2"
+    assert question_of(Asked(("llama3-8b", *words), *staged)).ranks == (0, 1, 4, 6)
+    assert question_of(Asked(("tests.distributed.tasks:Tiny", *words), *staged)).ranks == (0, 1, 4, 5, 6, 7)

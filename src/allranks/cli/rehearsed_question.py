@@ -51,9 +51,10 @@ def question_of(asked: Asked) -> "Question":
     from allranks.rehearsing.world_of_ranks import choose_ranks
 
     refuse(layout, prepared.config.train.precision, cluster.device)
-    name = prepared.task.shape().name if isinstance(prepared.task, Named) else prepared.name
-    ranks = choose_ranks(asked.ranks, layout)
-    return Question(name, prepared.task, prepared.config, cluster, layout, ranks, asked.full)
+    task = prepared.task
+    name = task.shape().name if isinstance(task, Named) else prepared.name
+    ranks = choose_ranks(asked.ranks, layout, of_a_user=not isinstance(task, Named))
+    return Question(name, task, prepared.config, cluster, layout, ranks, asked.full)
 
 
 def task_of(

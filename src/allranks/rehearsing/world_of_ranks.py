@@ -6,12 +6,14 @@ from allranks.layout import Layout
 KINDS, ALL = "kinds", "all"
 
 
-def choose_ranks(text: str, layout: Layout) -> tuple[int, ...]:
+def choose_ranks(text: str, layout: Layout, *, of_a_user: bool = True) -> tuple[int, ...]:
     """The ranks that `--ranks` names.
 
     Args:
         text: "kinds" (the first and the last rank of the first, a middle and the last stage: within a stage ranks have
             to execute the same collectives), "all", or numbers with commas.
+        of_a_user: whether model or loss are somebody's own code, in which any stage may depend on the rank. Of a model
+            by name two ranks are compared in the first stage alone.
 
     Raises:
         ConfigError: no number, or a rank outside of the world.
@@ -22,7 +24,8 @@ def choose_ranks(text: str, layout: Layout) -> tuple[int, ...]:
     if text == KINDS:
         each = size // layout.pp  # pp is the outermost axis
         stages = {0, layout.pp // 2, layout.pp - 1}
-        return tuple(sorted({rank for stage in stages for rank in (stage * each, (stage + 1) * each - 1)}))
+        compared = stages if of_a_user else {0}
+        return tuple(sorted({stage * each for stage in stages} | {(stage + 1) * each - 1 for stage in compared}))
     found = []
     for word in text.split(","):
         if not word.strip().isdecimal():
