@@ -1,5 +1,6 @@
 """The layouts of law 4's matrix, and which of its cells are refused."""
 
+from functools import cache
 from typing import NamedTuple
 
 from allranks.layout import Layout
@@ -23,7 +24,12 @@ class Row(NamedTuple):
 
     @property
     def resolved(self) -> Layout:
-        return Layout.resolve(config_of(self.layout, *self.overrides).layout, self.world_size)
+        return _resolve(self)
+
+
+@cache
+def _resolve(row: Row) -> Layout:
+    return Layout.resolve(config_of(row.layout, *row.overrides).layout, row.world_size)
 
 
 def _rows(layouts: dict[str, tuple[str, tuple[int, ...]]], context: str = "ulysses") -> list[Row]:
