@@ -26,7 +26,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "hugging_face_config parameter_map plan upkeep plan_request rehearsal rehearsed_messages simulation "
         "simulation_request verdict hints own_loops task task_loading task_world users_code run lease request "
         "hosts_request losses vocabulary "
-        "failure recorded process_environment free_memory digest fence fault_points",
+        "failure process_end recorded process_environment free_memory digest fence fault_points",
         "planning profiling parallel data checkpointing observing launching reporting models",
         "stepping",
         "training rehearsing surviving benchmarking",

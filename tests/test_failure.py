@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 from allranks.errors import CheckpointError, ProcessError, TaskError
 from allranks.failure import (
     Failure,
+    StoppedBeforeStart,
     clear_failures,
     clear_unfinished,
     describe_error,
@@ -130,31 +129,6 @@ def test_a_record_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     assert read_failures(tmp_path) == [ROOT_CAUSE]
 
 
-@pytest.mark.parametrize(("code", "said"), [(0, ["thread", "exit function"]), (76, ["exit function"])])
-def test_the_end_waits_for_threads_after_success_and_never_for_destructors(code: int, said: list[str]) -> None:
-    program = f"""
-import atexit, threading, time
-from allranks.failure import end_process
-class Slow:
-    def __del__(self): print("gone")
-slow = Slow()
-atexit.register(print, "exit function")
-threading.Thread(target=lambda: (time.sleep(0.5), print("thread"))).start()
-end_process({code})
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout.splitlines()) == (code, said)
-
-
-def test_the_end_waits_for_no_executor_that_has_nothing_to_do() -> None:
-    """torch's compiler leaves such threads behind, and so do many loaders of data: they wait for work without end."""
-    program = r"""
-import time
-from concurrent.futures import ThreadPoolExecutor
-from allranks.failure import end_process
-pool = ThreadPoolExecutor(2)
-busy = [pool.submit(lambda: (time.sleep(0.5), print("work\n", end=""))) for _ in range(3)]
-end_process(0)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout.splitlines()) == (0, ["work"] * 3)
+def test_who_was_asked_to_stop_too_early_has_made_no_mistake() -> None:
+    found = describe_error(StoppedBeforeStart("SIGTERM"), 1)
+    assert (found.exit_code, found.message, found.traceback) == (76, "stopped by SIGTERM before the run started", "")

@@ -13,21 +13,17 @@ the cause is seen. So a record says whether it looks like a consequence, and the
 not.
 """
 
-import atexit
-import contextlib
 import json
 import os
 import re
 import signal
 import socket
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NoReturn, final
+from typing import final
 
 from allranks.errors import AllranksError, MemoryShortError, RollbackError, worker_exit_code
 from allranks.ordinary_file import read_record
@@ -150,6 +146,18 @@ def log_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.log"
 
 
+class StoppedBeforeStart(BaseException):
+    """A request to stop came before there were workers to pass it on to: past all that catches Exception.
+
+    Attributes:
+        name: of the signal.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
 def describe_error(error: BaseException, rank: int, step: int | None = None) -> Failure:
     """The Failure of an exception that ended a worker; `step`: the last one that it has done, where it counts them."""
     text, message = render_raised(error)
@@ -158,6 +166,8 @@ def describe_error(error: BaseException, rank: int, step: int | None = None) -> 
         told = replace(failure, exit_code=worker_exit_code(error), message=str(error), consequence=_lost_a_peer(error))
         divisible = isinstance(error, MemoryShortError) and error.divisible
         return replace(told, divisible=divisible, goes_back=isinstance(error, RollbackError))
+    if isinstance(error, StoppedBeforeStart):
+        return replace(failure, exit_code=TRANSIENT, message=f"stopped by {error.name} before the run started")
     if isinstance(error, KeyboardInterrupt):
         return replace(failure, exit_code=INTERRUPTED, message="stopped by Ctrl-C")
     if isinstance(error, SystemExit):
@@ -209,24 +219,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds:
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
-
-
-def end_process(code: int) -> NoReturn:
-    """End this process, a worker or a command, with its exit code.
-
-    Its exit functions have ended then, and where all went well its threads.
-
-    Destructors do not run: that of a process group waits for collectives that peers never join, and can wait for ever
-    for a thread of its own that needs Python's lock (torch 2.13, where DDP holds the last reference).
-    """
-    if code == DONE:
-        # The interpreter's own first step: idle threads of an executor are told to end, and would wait for ever else.
-        threading._shutdown()  # type: ignore[attr-defined]  # CPython's, 3.11 to 3.14
-    atexit._run_exitfuncs()  # the user's may close files
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
 
 
 def read_failures(folder: Path) -> list[Failure]:

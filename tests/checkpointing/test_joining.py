@@ -12,7 +12,7 @@ import pytest
 from allranks.checkpointing import joining
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, verify_files
 from allranks.checkpointing.commit import check_attempt, publish
-from allranks.checkpointing.joining import KEPT, HostPart, bring_part, is_wanted, list_parts
+from allranks.checkpointing.joining import KEPT, HostPart, bring_part, is_wanted, list_parts, take_away
 from allranks.errors import CheckpointError
 from tests.checkpointing.worlds import header, parts, save_alone, whole_tensors
 from tests.distributed.pool import Pools
@@ -142,6 +142,41 @@ def test_a_host_that_cannot_commit_leaves_it_to_the_others(root: Path, monkeypat
     assert bring_part(second, disk, 2) == []
     (path,) = disk.iterdir()
     verify_files(Checkpoint.open(path, "run-a"))
+
+
+@pytest.mark.distributed
+def test_what_a_host_cannot_commit_is_put_to_what_one_that_came_late_has_brought(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has brought it may have nothing of it any more."""
+    disk = root / "run" / "checkpoints"
+    first, late = part_of(root, "0", *FILES[:2]), part_of(root, "1", FILES[2])
+
+    def fails(taken: Path, *_: Any) -> None:
+        common.mkdir()
+        (common / FILES[2]).write_bytes((taken / FILES[2]).read_bytes())
+        raise OSError(5, "Input/output error")
+
+    assert bring_part(late, disk, 2) == []
+    (common,) = disk.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(joining, "publish", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            bring_part(first, disk, 2)
+    shutil.rmtree(first.path)
+    assert bring_part(late, disk, 2) == []
+    (path,) = disk.iterdir()
+    verify_files(Checkpoint.open(path, "run-a"))
+
+
+@pytest.mark.distributed
+def test_what_nobody_wants_any_more_is_taken_away(root: Path) -> None:
+    disk = root / "run" / "checkpoints"
+    part = part_of(root, "0", FILES[0])
+    take_away(part, disk, 2)
+    assert bring_part(part, disk, 2) == [] and len(list(disk.iterdir())) == 1
+    take_away(part, disk, 2)
+    assert list(disk.iterdir()) == []
 
 
 @pytest.mark.distributed

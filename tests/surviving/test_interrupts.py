@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from allranks.surviving.interrupts import AGAIN_SECONDS, Interrupts, StoppedBeforeStart, stopped_before_start
+from allranks.failure import StoppedBeforeStart
+from allranks.surviving.interrupts import AGAIN_SECONDS, Interrupts, stopped_before_start
 
 pytestmark = pytest.mark.timeout(method="thread")  # its other method takes SIGALRM
 
@@ -166,3 +167,33 @@ def test_a_second_run_of_the_same_command_hears_what_the_first_one_did() -> None
                 os.kill(os.getpid(), signal.SIGHUP)
             assert interrupts.first == signal.SIGTERM
             os.kill(os.getpid(), signal.SIGHUP)
+
+
+def test_an_alarm_that_somebody_has_set_is_theirs() -> None:
+    """As a parent does (`alarm 60; exec allranks`), who wants this process to end then."""
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    try:
+        with pytest.raises(StoppedBeforeStart), stopped_before_start():
+            signal.alarm(60)
+            assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+        assert 50 < signal.alarm(0) <= 60
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_handlers_that_came_since_stay() -> None:
+    def own(number: int, frame: object) -> None:
+        """Of the user's code."""
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGUSR1)}
+    try:
+        with stopped_before_start():
+            for number in before:
+                signal.signal(number, own)
+        assert [signal.getsignal(number) for number in before] == [own, own]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -90,6 +90,24 @@ def test_where_a_save_was_under_way_the_one_before_is_brought(
     assert "step-00000200, which was in the memory of hosts alone, is on the disk now" in told
 
 
+def test_of_the_one_before_nothing_is_left_where_the_newest_is_whole(
+    run: Run, root: Path, hosts: Callable[[], list[PeerMemory]]
+) -> None:
+    """Both hosts have two; the first one brings its half of each."""
+    first, second = hosts()
+    newer = header(300, run=run.id, generation=run.attempts)
+    made = save_alone(root.parent / "made", 300, header=newer).path
+    for host in (first, second):
+        for kept in (host.directory / "step-00000200").glob("kept-*"):
+            kept.unlink()
+        shutil.copytree(made, host.directory / made.name)
+    next(iter((first.directory / made.name).glob("*.safetensors"))).unlink()
+    first.close()
+    assert len(list(run.checkpoints.iterdir())) == 2
+    second.close()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000300"]
+
+
 def test_an_attempt_that_died_before_it_went_on_costs_no_copy(
     run: Run, root: Path, hosts: Callable[[], list[PeerMemory]]
 ) -> None:

@@ -103,10 +103,8 @@ def bring_part(part: HostPart, directory: Path, attempt: int) -> list[str]:
         CheckpointError: a later attempt has begun.
         OSError: the system's refusal.
     """
-    name, run = part.path.name, part.manifest.run
-    tokens = f"{run[:8]}h{part.seal[:8]}", secrets.token_hex(4)
-    common, own = (directory / f"{name}.tmp-{token}_{attempt}" for token in tokens)
-    target, wrong = directory / name, list[str]()
+    common, own = _places(part, directory, attempt)
+    run, target, wrong = part.manifest.run, directory / part.path.name, list[str]()
     try:
         for made in (own, common):
             made.mkdir(parents=True, exist_ok=True)
@@ -130,6 +128,21 @@ def bring_part(part: HostPart, directory: Path, attempt: int) -> list[str]:
                 os.rename(common, own / "left")
         shutil.rmtree(own, ignore_errors=True)
     return wrong
+
+
+def take_away(part: HostPart, directory: Path, attempt: int) -> None:
+    """Delete what hosts have brought of a checkpoint that nobody wants any more, a newer one being there."""
+    common, own = _places(part, directory, attempt)
+    with suppress(OSError):  # there is none, or another host is at it
+        os.rename(common, own)
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _places(part: HostPart, directory: Path, attempt: int) -> tuple[Path, Path]:
+    """(Where all hosts bring a checkpoint, and a place of this host's own.)"""
+    tokens = f"{part.manifest.run[:8]}h{part.seal[:8]}", secrets.token_hex(4)
+    common, own = (directory / f"{part.path.name}.tmp-{token}_{attempt}" for token in tokens)
+    return common, own
 
 
 def _has(path: Path, record: FileRecord) -> bool:
@@ -180,9 +193,18 @@ def _commit(part: HostPart, own: Path, common: Path, target: Path) -> None:
     except OSError:
         if _is_there(target, part):
             return  # two have named it at the same moment
-        with suppress(OSError):  # the other hosts may have more luck
-            os.rename(taken, common)
+        _give_back(taken, common)
         raise
     if replaced is not None:
         with suppress(CheckpointError):
             discard(replaced)
+
+
+def _give_back(taken: Path, common: Path) -> None:
+    """The other hosts may have more luck; one that came late may have made `common` anew."""
+    with suppress(OSError):
+        os.rename(taken, common)
+        return
+    with suppress(OSError):
+        for file in taken.iterdir():
+            os.replace(file, common / file.name)

@@ -15,8 +15,8 @@ from allranks import __version__
 from allranks.cli import bench, chaos, checkpoint, doctor, dryrun, explain, new, plan, report, simulate, train, verify
 from allranks.cli.output import print_error
 from allranks.errors import AllranksError, ConfigError, TaskError
-from allranks.failure import end_process
 from allranks.printable import printable
+from allranks.process_end import end_process, is_observed
 from allranks.standard_streams import steady_streams
 from allranks.users_code import user_line, user_place
 
@@ -64,7 +64,10 @@ def command() -> NoReturn:
 
     It ends without the destructors of compiled libraries: those of torch take a second or two, and sometimes for ever.
     """
-    end_process(main())
+    code = main()
+    if is_observed():
+        sys.exit(code)
+    end_process(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,10 +24,10 @@ from allranks.cli.running_hosts import (
 from allranks.config import read_task_spec
 from allranks.config_sections import AXES, LayoutConfig
 from allranks.errors import ConfigError
-from allranks.failure import end_process
 from allranks.hosts_request import HostsRequest
 from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.layout_string import WORDS
+from allranks.process_end import end_process
 from allranks.reporting.plain import as_json
 from allranks.request import TrainRequest
 from allranks.run import Run

@@ -14,14 +14,14 @@ from allranks.cli.in_workers import DEMO, train_in_workers
 from allranks.cli.output import print_error
 from allranks.cli.run_ended import Document
 from allranks.errors import AllranksError, ConfigError, LayoutError, RunError
-from allranks.failure import TRANSIENT, end_process
+from allranks.failure import TRANSIENT, StoppedBeforeStart
 from allranks.hosts_request import Endpoint, HostsRequest
 from allranks.launching.environment import ProcessEnvironment
 from allranks.layout import num_processes
+from allranks.process_end import end_process
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving.hosts.secret import VARIABLE, take_secret
-from allranks.surviving.interrupts import StoppedBeforeStart
 from allranks.surviving.unended import hinders_the_end
 from allranks.verdict import Decision, Verdict
 

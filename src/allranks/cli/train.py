@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import typer
 
 from allranks.errors import ConfigError
-from allranks.failure import TRANSIENT
+from allranks.failure import TRANSIENT, StoppedBeforeStart
 from allranks.hosts_request import read_hosts
 from allranks.request import TrainRequest
-from allranks.surviving.interrupts import StoppedBeforeStart, stopped_before_start
+from allranks.surviving.interrupts import stopped_before_start
 
 # torchrun takes a bare --run for an abbreviation of its own --run-path, even behind the program's name.
 RUN_NAMES = ("--run", "--run-dir")

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, final
 
 from allranks import fault_points
-from allranks.failure import DONE, AgreedStop, end_process, log_file
+from allranks.failure import DONE, AgreedStop, log_file
 from allranks.lifeline import die_with_parent
 from allranks.observing import heartbeat
+from allranks.process_end import end_process
 from allranks.process_environment import HOSTS
 from allranks.recorded import run_recorded
 from allranks.surviving import preload

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, final
 
+from allranks.failure import StoppedBeforeStart
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """All but the first read as SIGTERM; SIGUSR1 is what a scheduler can be told to send ahead of its limit."""
 
@@ -57,18 +59,6 @@ class Interrupts:
         self._on_request()
 
 
-class StoppedBeforeStart(BaseException):
-    """A request to stop came before there were workers to pass it on to: past all that catches Exception.
-
-    Attributes:
-        name: of the signal.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
-
-
 @final
 class _BeforeStart:
     """The request to stop that has not yet ended the block of `stopped_before_start`, by its signal's name."""
@@ -89,12 +79,10 @@ def stopped_before_start() -> Iterator[None]:
     Compiled modules clear any exception that they meet while they are imported (torch looks for numpy so), and Python
     code may make an error of its own out of it: so it is raised again until it has arrived here.
     """
-    replaced: list[signal.Signals] = []
     with contextlib.suppress(ValueError):  # not the main thread
-        for number, handler in (*((number, _stop) for number in SIGNALS[1:]), (signal.SIGALRM, _stop_again)):
+        for number in SIGNALS[1:]:
             if signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, handler)
-                replaced.append(number)
+                signal.signal(number, _stop)
     try:
         yield
     except Exception as error:
@@ -102,16 +90,20 @@ def stopped_before_start() -> Iterator[None]:
             raise StoppedBeforeStart(_before_start.asked) from error
         raise
     finally:
-        if _before_start.asked is not None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            _before_start.asked = None
-        for number in replaced:
-            signal.signal(number, signal.SIG_DFL)
+        _before_start.asked = None
+        with contextlib.suppress(ValueError):
+            if signal.getsignal(signal.SIGALRM) is _stop_again:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            for number in (*SIGNALS[1:], signal.SIGALRM):
+                if signal.getsignal(number) in (_stop, _stop_again, _pass_by):  # and nobody's who has come since
+                    signal.signal(number, signal.SIG_DFL)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    """Raise it again later, too, where nobody else has an alarm: a program's, or its parent's, is not ours to take."""
     _before_start.asked = signal.Signals(number).name
-    if signal.getsignal(signal.SIGALRM) is _stop_again:
+    if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and not signal.getitimer(signal.ITIMER_REAL)[0]:
+        signal.signal(signal.SIGALRM, _stop_again)
         signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS, AGAIN_SECONDS)
     raise StoppedBeforeStart(_before_start.asked)
 

@@ -18,7 +18,7 @@ from allranks.checkpointing.host_memory import (
     read_record,
     remove_dead,
 )
-from allranks.checkpointing.joining import bring_part, is_wanted, list_parts
+from allranks.checkpointing.joining import bring_part, is_wanted, list_parts, take_away
 from allranks.errors import CheckpointError, RunError
 from allranks.run import Run
 from allranks.surviving.left_behind import telling
@@ -65,8 +65,11 @@ class PeerMemory:
         if str(newest.attempts if last is None else last) not in record.attempts:
             return  # the others have gone on without this host: they have what it had
         for part in parts:
-            if not is_wanted(part.newness, newest.checkpoints, newest.id) or is_distrusted(newest.checkpoints):
+            if is_distrusted(newest.checkpoints):
                 return
+            if not is_wanted(part.newness, newest.checkpoints, newest.id):
+                take_away(part, newest.checkpoints, newest.attempts)
+                continue
             for line in bring_part(part, newest.checkpoints, newest.attempts):
                 self._say(f"warning: {line}")
             if (newest.checkpoints / part.path.name).is_dir():

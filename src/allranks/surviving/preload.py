@@ -5,7 +5,6 @@ a Report, which every forked process inherits. Nothing here may raise: that woul
 """
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -18,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import final
 
+from allranks.process_end import freeze
 from allranks.surviving.interrupts import SIGNALS
 
 VARIABLE = "ALLRANKS_PRELOAD"
@@ -63,8 +63,7 @@ def preload(wanted: str) -> Report:
         _import_all(json.loads(wanted))
     except BaseException as error:  # a user's module may end in SystemExit
         failure = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
-    gc.collect()
-    gc.freeze()  # what is imported now stays shared between the workers, and out of their collections
+    freeze()  # what is imported now stays shared between the workers, and out of their collections
     return Report(os.getpid(), time.monotonic() - began, num_threads(), cuda_is_initialised(), failure)
 
 
