@@ -57,11 +57,11 @@ def start_two(found: Cluster, *words: str) -> tuple[Host, Host]:
     return first, second
 
 
-def check_as_on_one_host(run: Path, folder: Path) -> None:
+def check_as_on_one_host(run: Path, folder: Path, last: int = 40) -> None:
     """It ended as the same run of one host with as many workers, which is made in `folder`, does."""
-    alone = ("--device", "cpu", "--run", "alone", "--nproc", "2", "--layout", "ddp", *SETTINGS)
-    allranks("train", POINTS, *alone, folder=folder)
-    assert tensor_digests(run, 40) == tensor_digests(folder / "alone", 40)
+    words = ("--device", "cpu", "--run", "alone", "--nproc", "2", "--layout", "ddp")
+    allranks("train", POINTS, *words, f"train.steps={last}", "checkpoint.every=5", folder=folder)
+    assert tensor_digests(run, last) == tensor_digests(folder / "alone", last)
     ledgers = [[line["ledger"] for line in steps(one).values()] for one in (run, folder / "alone")]
     assert ledgers[0] == ledgers[1]
 
