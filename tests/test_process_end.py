@@ -57,7 +57,7 @@ for file, said in ((text, "header "), (raw, b"header ")):
 @pytest.mark.parametrize("code", [0, 1])
 def test_what_files_hold_back_is_written(tmp_path: Path, code: int) -> None:
     program = LEFT_OPEN + f"import torch.distributed\nprocess_end.end_process({code})"
-    words = [sys.executable, "-c", program, tmp_path]
+    words = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (code, "")  # torch warns of what is asked of some objects
     assert [(tmp_path / name).read_text() for name in ("text", "raw")] == ["header ", "header "]
@@ -97,7 +97,7 @@ process_end.end_process(0)
 
 def test_who_is_looked_at_ends_as_python_ends(tmp_path: Path) -> None:
     profile = tmp_path / "profile"
-    words = [sys.executable, "-m", "cProfile", "-o", profile, "-m", "allranks", "report", tmp_path / "none"]
+    words = [sys.executable, "-m", "cProfile", "-o", str(profile), "-m", "allranks", "report", str(tmp_path / "none")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.startswith("allranks: error:") and profile.stat().st_size > 1000
 
