@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from allranks.planning.axis_traffic import Axes, axes_of
-from allranks.planning.block_cost import Parameters
+from allranks.planning.block_cost import Around, Parameters
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
 from allranks.planning.compute import update_seconds
 from allranks.planning.data_traffic import DataCost, data_cost
@@ -82,6 +82,29 @@ def test_fsdp_gathers_twice_and_reduces_once_for_every_micro_step() -> None:
     assert got.exposed == pytest.approx(got.seconds)
     hidden = cost(Mechanisms(gather_bytes=2, reduce_bytes=4, overlap_data=1.0), 1e3, zero=3, shard=16)
     assert hidden.exposed == pytest.approx(steps * (gather / 10 + reduce / 10))
+
+
+def test_what_stands_around_the_blocks_stays_gathered_until_its_backward() -> None:
+    """FSDP2's root; of a mixture the experts that ep cuts are gathered by nobody, wherever they stand."""
+    how = Mechanisms(gather_bytes=2, reduce_bytes=4, keeps_around=True, experts_stay=True)
+    setting, axes = made(how, zero=3, shard=16)
+    every, around = Parameters(P, 0.0, P), Around(2, Parameters(0.3 * P, 0.0, 0.3 * P))
+    got, steps = data_cost(setting, axes, every, 10, 0.0, 0.0, around), setting.micro_steps
+    assert got.sent_bytes == pytest.approx(steps * (2 * (1 + 0.7) + 4) * P)
+    assert got.count == steps * (10 + 8 + 10)
+    gather, reduce = (10 * all_gather_seconds(axes.shard, size * P / 10) for size in (2, 4))
+    again = 8 * all_gather_seconds(axes.shard, 2 * 0.7 * P / 8)
+    assert got.seconds == pytest.approx(steps * (gather + again + reduce)) == got.exposed
+    with_experts = Around(2, Parameters(0.3 * P, P, 0.3 * P, P))
+    cut, axes = made(how, zero=3, shard=16, ep=8)
+    assert data_cost(cut, axes, every, 10, 0.0, 0.0, with_experts).sent_bytes == got.sent_bytes
+
+
+def test_a_model_without_repeated_blocks_is_gathered_once_a_micro_step() -> None:
+    setting, axes = made(Mechanisms(gather_bytes=2, reduce_bytes=4, keeps_around=True), zero=3, shard=16)
+    got = data_cost(setting, axes, Parameters(P, 0.0, P), 10, 0.0, 0.0, Around(10, Parameters(P, 0.0, P)))
+    assert (got.sent_bytes, got.count) == (4 * (2 + 4) * P, 4 * 2 * 10)
+    assert mechanisms_of(choose(16, 1, dp_shard=16)).keeps_around
 
 
 def test_weights_that_stay_gathered_are_gathered_once_a_micro_step() -> None:

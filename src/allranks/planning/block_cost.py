@@ -1,7 +1,7 @@
 """What one micro-step of one block costs on one rank: seconds by cause and bytes kept, after the axes' cuts."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from allranks.model_profile import Block, Operation
 from allranks.planning.axis_traffic import Axes, AxisTraffic, axis_traffic
@@ -35,6 +35,17 @@ class Parameters(NamedTuple):  # which is made faster than a dataclass: a search
     expert: float = 0.0
     trained: float = 0.0
     trained_expert: float = 0.0
+
+
+@final
+class Around(NamedTuple):
+    """What a rank holds in blocks that do not repeat: how many they are, and their parameters."""
+
+    units: int = 0
+    parameters: Parameters = Parameters()
+
+
+NOTHING_AROUND: Final = Around()
 
 
 @final

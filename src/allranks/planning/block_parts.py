@@ -7,7 +7,7 @@ from typing import final
 from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
 from allranks.planning.axis_traffic import Axes, axes_of
-from allranks.planning.block_cost import BlockCost, BlockWork, Parameters, block_cost, block_work
+from allranks.planning.block_cost import Around, BlockCost, BlockWork, Parameters, block_cost, block_work
 from allranks.planning.setting import Setting
 
 
@@ -69,6 +69,13 @@ def _costs(
 def parameters_of(parts: Parts, held: tuple[int, ...]) -> Parameters:
     """Those of a stage that holds so many of each block."""
     return add_up([(n, cost) for n, cost in zip(held, parts.costs, strict=True) if n])
+
+
+def around_of(parts: Parts, held: tuple[int, ...]) -> Around:
+    """What such a stage holds in blocks that do not repeat."""
+    blocks = zip(held, parts.profile.blocks, parts.costs, strict=True)
+    here = [(n, cost) for n, block, cost in blocks if n and not block.repeated]
+    return Around(sum(n for n, _ in here), add_up(here))
 
 
 def add_up(here: Sequence[tuple[int, BlockCost]]) -> Parameters:

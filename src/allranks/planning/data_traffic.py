@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
 from allranks.planning.axis_traffic import Axes
-from allranks.planning.block_cost import Parameters
+from allranks.planning.block_cost import NOTHING_AROUND, Around, Parameters
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
 from allranks.planning.compute import update_seconds
 from allranks.planning.setting import Setting
@@ -72,20 +72,38 @@ def held_trained(setting: Setting, every: Parameters) -> float:
     return every.trained / max(1, setting.shard) + every.trained_expert / setting.expert_shards
 
 
-def data_cost(setting: Setting, axes: Axes, every: Parameters, units: int, forward: float, backward: float) -> DataCost:
+def gathered_again(setting: Setting, moved: Moved, units: int, around: Around) -> tuple[float, int]:
+    """(Parameters, in how many blocks) that ZeRO 3 gathers once more for the backward of a micro-step."""
+    if setting.keeps_gathered:
+        return 0.0, 0
+    if not setting.mechanisms.keeps_around:
+        return moved.gathered, units
+    return moved.gathered - moved_parameters(setting, around.parameters).gathered, units - around.units
+
+
+def data_cost(
+    setting: Setting,
+    axes: Axes,
+    every: Parameters,
+    units: int,
+    forward: float,
+    backward: float,
+    around: Around = NOTHING_AROUND,
+) -> DataCost:
     """Of a rank that holds `every` of these in `units` blocks and takes `forward` and `backward` for one micro-step.
 
     Unsharded: one all-reduce of the gradients (2006.15704), behind the last backward where it overlaps. ZeRO 1 and 2: a
     reduce-scatter and a gather of the weights (1910.02054, section 7), or that all-reduce and a gather. ZeRO 3 gathers
-    each unit for forward and backward of every micro-step (2304.11277, section 3.3), and hides what the unit before
-    computes.
+    each unit for forward and backward of every micro-step (2304.11277, section 3.3), but for those `around` the
+    repeated ones where they stay between, and hides what the unit before computes.
     """
     update = update_seconds(axes.machine, held_trained(setting, every)) if not setting.frozen else 0.0
     if setting.dp * setting.cp == 1:
         return DataCost(0.0, 0.0, update, 0.0, 0)
     moved = moved_parameters(setting, every)
     if setting.zero >= 3:
-        found = _sharded_cost(setting, axes, moved, units, forward, backward, update)
+        again = gathered_again(setting, moved, units, around)
+        found = _sharded_cost(setting, axes, moved, units, again, forward, backward, update)
     else:
         found = _whole_cost(setting, axes, moved, units, forward, backward, update)
     return with_twins(found, twin_sums(setting, axes, every))
@@ -114,34 +132,44 @@ def _whole_cost(
 
 
 def _sharded_cost(
-    setting: Setting, axes: Axes, moved: Moved, units: int, forward: float, backward: float, update: float
+    setting: Setting,
+    axes: Axes,
+    moved: Moved,
+    units: int,
+    again: tuple[float, int],
+    forward: float,
+    backward: float,
+    update: float,
 ) -> DataCost:
     """Of ZeRO 3: gathers, reductions (1910.02054, section 7) and what hides them (2304.11277, section 3.3)."""
     how, steps = setting.mechanisms, setting.micro_steps
     messages = max(1, units) * how.messages
     gather = all_gather_seconds(axes.shard, moved.gathered / messages * how.gather_bytes) * messages
+    messages_again = again[1] * how.messages
+    size_again = again[0] / messages_again * how.gather_bytes if messages_again else 0.0
+    gather_again = all_gather_seconds(axes.shard, size_again) * messages_again if messages_again else 0.0
     reduce = all_gather_seconds(axes.shard, moved.reduced / messages * how.reduce_bytes) * messages
     reductions = steps if how.reduces_every_micro_step else 1
     copies = sum_over_copies(setting, axes, moved.reduced, round(messages), reductions)
     # With the last of the reductions, or with each of them.
     summed, times = (0.0, reductions) if copies is None else (copies.seconds, copies.count // round(messages))
     forwards = reductions if setting.keeps_gathered else steps
-    again = 0 if setting.keeps_gathered else steps
     # A unit's gather hides behind the unit before, its reduction behind the unit after; the first and the last cannot.
     in_forward = _exposed(gather, forward, how.overlap_data) + gather / messages
 
     def in_backward(reduces: float) -> float:
-        hidden = reduces if setting.keeps_gathered else gather + reduces
-        return _exposed(hidden, backward, how.overlap_data) + reduces / messages
+        return _exposed(gather_again + reduces, backward, how.overlap_data) + reduces / messages
 
-    only = 0.0 if setting.keeps_gathered else _exposed(gather, backward, how.overlap_data)
+    only = _exposed(gather_again, backward, how.overlap_data)
     with_copies = times * in_backward(reduce + summed / times) + (reductions - times) * in_backward(reduce)
     exposed = forwards * in_forward + with_copies + (steps - reductions) * only
-    total = (forwards + again) * gather + reductions * reduce + summed
+    total = forwards * gather + steps * gather_again + reductions * reduce + summed
     exposed = min(exposed, total)
     exposed += how.contention * (total - exposed)
-    sent = moved.gathered * (forwards + again) * how.gather_bytes + moved.reduced * reductions * how.reduce_bytes
-    return DataCost(total, exposed, update, sent, round(messages) * (forwards + again + reductions), copies)
+    sent = (forwards * moved.gathered + steps * again[0]) * how.gather_bytes
+    sent += moved.reduced * reductions * how.reduce_bytes
+    count = round(messages) * (forwards + reductions) + round(messages_again) * steps
+    return DataCost(total, exposed, update, sent, count, copies)
 
 
 def sum_over_copies(setting: Setting, axes: Axes, parameters: float, messages: int, reductions: int) -> Sums | None:

@@ -8,8 +8,8 @@ from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Estimate, Span, StepTime, Traffic
 from allranks.planning.axis_traffic import Axes
-from allranks.planning.block_cost import BlockCost, Parameters
-from allranks.planning.block_parts import Parts, parameters_of, parts_of
+from allranks.planning.block_cost import NOTHING_AROUND, BlockCost, Parameters
+from allranks.planning.block_parts import Parts, around_of, parameters_of, parts_of
 from allranks.planning.compute import update_seconds
 from allranks.planning.corrections import factor_of
 from allranks.planning.data_traffic import DataCost, data_cost, held_trained
@@ -149,10 +149,12 @@ def _data(
     for stage in sorted({0, len(layers) - 1}):
         held = layers[stage]
         every = parameters_of(parts, held)
+        around = around_of(parts, held) if setting.zero >= 3 else NOTHING_AROUND
         if is_processor(parts.cluster.device):
-            candidates.append(processor_data_cost(setting, parts.axes, every, sum(held)))
+            candidates.append(processor_data_cost(setting, parts.axes, every, sum(held), around))
             continue
-        cost = data_cost(setting, parts.axes, every, sum(held), forward[stage], backward[stage] + weight[stage])
+        backwards = backward[stage] + weight[stage]
+        cost = data_cost(setting, parts.axes, every, sum(held), forward[stage], backwards, around)
         candidates.append(_updated_on_host(cost, parts, setting, every))
     return max(candidates, key=lambda cost: cost.exposed + cost.update)
 

@@ -27,6 +27,8 @@ class Mechanisms:
             gathered behind the update, where nothing hides them (parallel/optimizer_shard.py); else a rank gets its
             part of the sum (1910.02054, section 7.2.1).
         reduces_every_micro_step: sharded gradients are reduced after each micro-step, not after the last.
+        keeps_around: of sharded parameters those that stand in no repeated block stay gathered from a forward to the
+            end of its backward (FSDP2's root: torch/distributed/fsdp/_fully_shard/_fsdp_state.py, `_lazy_init`).
         messages: gathers and reductions of one block: one where its parameters travel as one buffer.
         dispatch_seconds: of the host, for one kernel.
         wait_seconds: of the host, at each collective of a block, for each rank of tp beyond the devices of one socket:
@@ -88,6 +90,7 @@ class Mechanisms:
     overlap_pipeline: float = 0.0
     reduces_to_all: bool = False
     reduces_every_micro_step: bool = True
+    keeps_around: bool = False
     messages: float = 1.0
     dispatch_seconds: float = 8e-6
     wait_seconds: float = 0.0
@@ -161,6 +164,7 @@ def _mechanisms(precision: str, gather_type: str, ddp_hook: str, compile_mode: s
         gather_bytes=gather,
         reduce_bytes=2.0 if ddp_hook in LOW else wide,
         reduces_to_all=not fully_sharded,
+        keeps_around=fully_sharded,
         # Autocast keeps its copies of the weights until the backward, but of those that FSDP gathers in that type.
         cast_bytes=2.0 if lowered and not (fully_sharded and gather == 2.0) else 0.0,
         fusion=0.6 if compile_mode == "block" else 1.0,

@@ -8,11 +8,12 @@ from dataclasses import replace
 from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
 from allranks.planning.axis_traffic import Axes
-from allranks.planning.block_cost import Parameters
+from allranks.planning.block_cost import NOTHING_AROUND, Around, Parameters
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from allranks.planning.data_traffic import (
     DataCost,
     Moved,
+    gathered_again,
     held_trained,
     moved_parameters,
     sum_over_copies,
@@ -54,7 +55,13 @@ def _as_dispatched(setting: Setting, cluster: Cluster) -> Setting:
     return replace(setting, mechanisms=replace(how, dispatch_seconds=device.kernel_seconds))
 
 
-def processor_data_cost(setting: Setting, axes: Axes, every: Parameters, units: int) -> DataCost:
+def processor_data_cost(
+    setting: Setting,
+    axes: Axes,
+    every: Parameters,
+    units: int,
+    around: Around = NOTHING_AROUND,
+) -> DataCost:
     """As `data_traffic.data_cost`, every second exposed.
 
     FSDP2 copies besides what it sends (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py): a gather's shard into
@@ -64,7 +71,9 @@ def processor_data_cost(setting: Setting, axes: Axes, every: Parameters, units: 
     update = setting.mechanisms.fixed.step if frozen else _update_seconds(setting, axes, held)
     if setting.dp * setting.cp == 1 or not every.dense + every.expert:
         return DataCost(0.0, 0.0, update, 0.0, 0)
-    found = _moving_cost(setting, axes, moved_parameters(setting, every), units, update)
+    moved = moved_parameters(setting, every)
+    again = gathered_again(setting, moved, units, around) if setting.zero >= 3 else (0.0, 0)
+    found = _moving_cost(setting, axes, moved, units, again, update)
     twins = twin_sums(setting, axes, every)
     if twins is not None:
         passing = passing_seconds(axes.machine.device, twins.sent_bytes, 1)
@@ -72,17 +81,18 @@ def processor_data_cost(setting: Setting, axes: Axes, every: Parameters, units: 
     return with_twins(found, twins)
 
 
-def _moving_cost(setting: Setting, axes: Axes, moved: Moved, units: int, update: float) -> DataCost:
+def _moving_cost(
+    setting: Setting, axes: Axes, moved: Moved, units: int, again: tuple[float, int], update: float
+) -> DataCost:
     """But for experts that ep cuts."""
-    how, device, shard = setting.mechanisms, axes.machine.device, max(1, setting.shard)
+    how, device = setting.mechanisms, axes.machine.device
     size = moved.reduced * how.reduce_bytes
     if setting.zero == 0:
         seconds = all_reduce_seconds(axes.data, size) + passing_seconds(device, 2 * size, units)
         return DataCost(seconds, seconds, update, 2 * size, units)
     messages = max(1, units) * how.messages
     gathered = moved.gathered * how.gather_bytes if setting.zero >= 3 else moved.reduced * how.weight_bytes
-    gather = messages * (all_gather_seconds(axes.shard, gathered / messages) + how.fixed.unit_message)
-    gather += messages * passing_seconds(device, 2 * gathered / messages * (1 + 1 / shard), 2)
+    gather = _gather_seconds(setting, axes, gathered, messages)
     if setting.zero < 3 and how.reduces_to_all:
         seconds = gather + all_reduce_seconds(axes.data, size) + passing_seconds(device, 2 * size, units)
         return DataCost(seconds, seconds, update, 2 * size + gathered, units + round(messages))
@@ -90,10 +100,22 @@ def _moving_cost(setting: Setting, axes: Axes, moved: Moved, units: int, update:
     reduce += messages * passing_seconds(device, 2 * size / messages, 1)
     reductions = setting.micro_steps if setting.zero >= 3 and how.reduces_every_micro_step else 1
     copies = sum_over_copies(setting, axes, moved.reduced, round(messages), reductions)
-    gathers = 1 if setting.zero < 3 else setting.micro_steps * (1 if setting.keeps_gathered else 2)
-    seconds = gathers * gather + reductions * reduce + (0.0 if copies is None else copies.seconds)
-    sent, count = gathers * gathered + reductions * size, round(messages) * (gathers + reductions)
+    forwards = 1 if setting.zero < 3 else setting.micro_steps
+    size_again, messages_again = again[0] * how.gather_bytes, again[1] * how.messages
+    gather_again = _gather_seconds(setting, axes, size_again, messages_again)
+    seconds = forwards * (gather + gather_again) + reductions * reduce + (0.0 if copies is None else copies.seconds)
+    sent = forwards * (gathered + size_again) + reductions * size
+    count = round(messages) * (forwards + reductions) + round(messages_again) * forwards
     return DataCost(seconds, seconds, update, sent, count, copies)
+
+
+def _gather_seconds(setting: Setting, axes: Axes, size: float, messages: float) -> float:
+    """Of so many bytes in so many messages, with the copies that are made of each."""
+    if not messages:
+        return 0.0
+    each = size / messages
+    copied = passing_seconds(axes.machine.device, 2 * each * (1 + 1 / max(1, setting.shard)), 2)
+    return messages * (all_gather_seconds(axes.shard, each) + setting.mechanisms.fixed.unit_message + copied)
 
 
 def _update_seconds(setting: Setting, axes: Axes, held: float) -> float:
