@@ -48,19 +48,15 @@ ATTENTION = (
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 )
-MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 
 
 def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.device) -> Iterator[Callable[[], float]]:
     """`steps` steps of the plain loop; each yields what gives its loss, over the whole batch and per token."""
-    mesh = None
-    if layout.world_size > 1 and layout.pp == 1:
-        # cp alone: DDP goes over the ranks of the sequence.
-        shape = (layout.dp_replicate * layout.cp, layout.dp_shard, layout.tp)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_AXES)
+    mesh = make_mesh(layout, device)
     torch.manual_seed(seed)
     if layout.pp > 1:
-        yield from pipeline_steps(make_model(size), layout, _loader(layout, None, size, steps, seed), device)
+        assert mesh is not None
+        yield from pipeline_steps(make_model(size), layout, mesh, _loader(layout, mesh, size, steps, seed), device)
         return
     model, experts = build(layout, size, mesh, device)
     optimizer = make_optimizer(model, layout)
@@ -88,6 +84,18 @@ def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.de
             dist.all_reduce(told, group=group)
         total, count = told.tolist()
         yield partial(float, total / count)
+
+
+def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
+    """The data axes, and beside them stages or parts of layers; None for one process."""
+    if layout.world_size == 1:
+        return None
+    if layout.pp > 1:
+        degrees = (layout.pp, layout.dp_replicate, layout.dp_shard)
+        return init_device_mesh(device.type, degrees, mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    # cp alone: DDP goes over the ranks of the sequence.
+    degrees = (layout.dp_replicate * layout.cp, layout.dp_shard, layout.tp)
+    return init_device_mesh(device.type, degrees, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
 
 
 def build(

@@ -198,8 +198,8 @@ def check_twin(layout: Layout) -> None:
             possible = " or ".join(str(word) for word in known if word)
             raise LayoutError(f"{name}={value} has no twin in raw torch here: it can be {possible}")
     plain = layout.recompute == layout.compile == "none"
-    if layout.pp > 1 and not (layout.pp == layout.world_size and plain):
-        raise LayoutError(f"layout {layout}: a pipeline has a twin here where pp stands alone")
+    if layout.pp > 1 and not (_is_beside_data(layout, layout.pp) and plain and layout.ddp_hook == "none"):
+        raise LayoutError(f"layout {layout}: a pipeline has a twin here alone, or beside dp_replicate or dp_shard")
     if layout.pp > 1 and not layout.fits_schedule(MICRO_STEPS):
         raise LayoutError(f"layout {layout}: the {MICRO_STEPS} micro-steps of this command do not fit its schedule")
     if layout.ddp_hook == "powersgd" and (layout.ddp_bucket_mb or 0) < ONE_BUCKET_MB:
@@ -217,6 +217,16 @@ def check_twin(layout: Layout) -> None:
         raise LayoutError(
             f"layout {layout}: torch's DDP takes no tensors cut over tp; add sharding=none, or a dp_shard"
         )
+
+
+def _is_beside_data(layout: Layout, degree: int) -> bool:
+    """Whether the axis of this degree stands alone, or beside one axis of whole copies or of FSDP2's shards."""
+    alone = degree == layout.world_size
+    return alone or (degree * max(layout.dp_replicate, layout.dp_shard) == layout.world_size and _is_plain_data(layout))
+
+
+def _is_plain_data(layout: Layout) -> bool:
+    return layout.sharding in ("full", "grad_op") and layout.ep == 1
 
 
 def read_numbers(text: str) -> tuple[int, ...]:
