@@ -51,6 +51,8 @@ def test_only_what_has_a_twin() -> None:
     inside = [Layout(pp=2, recompute="full"), Layout(pp=2, compile="block"), Layout(cp=2, compile="block")]
     inside += [Layout(pp=2, dp_replicate=2, dp_shard=2), Layout(pp=2, dp_replicate=2, compile="block")]
     inside += [Layout(pp=2, dp_shard=2, sharding="optimizer"), Layout(pp=2, dp_replicate=2, ddp_hook="float16")]
+    inside += [Layout(cp=2, dp_replicate=2, dp_shard=2), Layout(cp=2, dp_shard=2, sharding="optimizer")]
+    inside += [Layout(cp=2, dp_replicate=2, ep=2), Layout(cp=2, dp_shard=2, recompute="full")]
     inside += [Layout(pp=2, dp_replicate=2, ep=2), Layout(pp=2, dp_replicate=2, sharding="none")]
     inside += [Layout(dp_replicate=2, ep=2, sharding="none"), Layout(dp_replicate=2, ep=2, compile="block")]
     for layout in (*refused, *others, *inside, several):
@@ -62,6 +64,8 @@ def test_only_what_has_a_twin() -> None:
     check_twin(Layout(pp=2, dp_replicate=2, schedule="zbv"))
     check_twin(Layout(pp=2, dp_shard=2, sharding="grad_op"))
     check_twin(Layout(cp=2, context="ring"))
+    check_twin(Layout(cp=2, dp_replicate=2, context="ring"))
+    check_twin(Layout(cp=2, dp_shard=2, sharding="grad_op"))
     check_twin(Layout(dp_replicate=2, local_sgd=2, outer_lr=0.5))
     check_twin(Layout(dp_replicate=2, ddp_hook="powersgd", ddp_bucket_mb=64))
     check_twin(Layout(dp_replicate=4, ep=2))

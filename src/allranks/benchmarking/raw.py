@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from allranks.benchmarking.raw_context import own_positions, share_positions
+from allranks.benchmarking.raw_context import own_positions, sequence_group, share_positions
 from allranks.benchmarking.raw_experts import ExpertParallel
 from allranks.benchmarking.raw_links import Meetings, compress
 from allranks.benchmarking.raw_pipeline import pipeline_steps
@@ -58,15 +58,16 @@ def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.de
         assert mesh is not None
         yield from pipeline_steps(make_model(size), layout, mesh, _loader(layout, mesh, size, steps, seed), device)
         return
-    model, experts = build(layout, size, mesh, device)
+    sequence = sequence_group(layout.cp) if layout.cp > 1 else None
+    model, experts = build(layout, size, mesh, device, sequence)
     optimizer = make_optimizer(model, layout)
     group = None if mesh is None or layout.dp * layout.cp == 1 else _data_group(layout, mesh)
     meetings = None if layout.local_sgd is None else Meetings(model, layout)
     for step, sample in enumerate(_loader(layout, mesh, size, steps, seed), 1):
         batch = {name: part.to(device, non_blocking=True) for name, part in sample.items()}
         where = {}
-        if layout.cp > 1:
-            batch, where["positions"] = own_positions(batch, dealt=layout.context == "ring")
+        if sequence is not None:
+            batch, where["positions"] = own_positions(batch, sequence, dealt=layout.context == "ring")
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(batch["x"], **where).flatten(0, 1), batch["y"].flatten())
         loss.backward()
@@ -93,17 +94,21 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
     if layout.pp > 1:
         degrees = (layout.pp, layout.dp_replicate, layout.dp_shard)
         return init_device_mesh(device.type, degrees, mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
-    # cp alone: DDP goes over the ranks of the sequence.
-    degrees = (layout.dp_replicate * layout.cp, layout.dp_shard, layout.tp)
+    # The ranks of a sequence are copies of the model, or share its parameters as dp_shard's do.
+    copies, shards = (layout.cp, 1) if layout.dp_shard == 1 else (1, layout.cp)
+    degrees = (layout.dp_replicate * copies, layout.dp_shard * shards, layout.tp)
     return init_device_mesh(device.type, degrees, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
 
 
 def build(
-    layout: Layout, size: str, mesh: DeviceMesh | None, device: torch.device
+    layout: Layout, size: str, mesh: DeviceMesh | None, device: torch.device, sequence: dist.ProcessGroup | None
 ) -> tuple[nn.Module, ExpertParallel | None]:
-    """The model under the strategy, and what its loop has to do for experts."""
+    """The model under the strategy, and what its loop has to do for experts; `sequence` shares each sequence."""
     if layout.ep == 1:
-        return spread(make_model(size).to(device), layout, mesh, device), None
+        dense = make_model(size).to(device)
+        if sequence is not None:
+            share_positions(dense, layout.context, sequence)
+        return spread(dense, layout, mesh, device), None
     model = make_moe(size).to(device)
     experts = ExpertParallel(model, layout.ep)
     return spread(model, layout, mesh, device), experts
@@ -114,8 +119,6 @@ def spread(model: Decoder, layout: Layout, mesh: DeviceMesh | None, device: torc
     if layout.tp > 1:
         assert mesh is not None
         cut_layers(model, mesh["tp"])
-    if layout.cp > 1:
-        share_positions(model, layout.context)
     if layout.recompute != "none":
         options: dict[str, Any] = {"context_fn": keep_every_second} if layout.recompute == "selective" else {}
         for index, block in enumerate(model.layers):
@@ -209,7 +212,7 @@ def _loader(
     # In the order of our stream, so that both sides train on the same batches.
     order = permute(samples, epoch_key(seed, 0), np.arange(samples)).tolist()
     dataset = Subset(Tokens(SIZES[size].seq, samples), order)
-    rank = 0
+    rank = dist.get_rank() // layout.cp if layout.cp > 1 else 0
     if mesh is not None and layout.cp == 1:
         rank = mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard")
     sampler: DistributedSampler[dict[str, torch.Tensor]] = DistributedSampler(dataset, layout.dp, rank, shuffle=False)

@@ -209,8 +209,8 @@ def check_twin(layout: Layout) -> None:
         )
     if layout.local_sgd is not None and str(layout) != str(Layout(dp_replicate=layout.world_size)):
         raise LayoutError(f"layout {layout}: local_sgd has a twin here beside dp_replicate alone")
-    if layout.cp > 1 and not (layout.cp == layout.world_size and plain):
-        raise LayoutError(f"layout {layout}: cp has a twin here where it stands alone")
+    if layout.cp > 1 and not (_is_beside_data(layout, layout.cp) and plain):
+        raise LayoutError(f"layout {layout}: cp has a twin here alone, or beside dp_replicate or dp_shard")
     if layout.ep > 1 and not (layout.world_size == layout.dp_replicate and layout.replicated and plain):
         raise LayoutError(f"layout {layout}: ep has a twin here beside dp_replicate alone, without sharding=none")
     if layout.tp > 1 and layout.replicated:
