@@ -5,7 +5,7 @@ Sources: torch's tutorials on DDP, FSDP2 and tensor parallelism (docs.pytorch.or
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from allranks.benchmarking.raw_context import own_positions, sequence_group, share_positions
-from allranks.benchmarking.raw_experts import ExpertParallel
+from allranks.benchmarking.raw_experts import ExpertParallel, ShardedExpertParallel
 from allranks.benchmarking.raw_links import Meetings, compress
 from allranks.benchmarking.raw_pipeline import pipeline_steps
 from allranks.benchmarking.subject import LR, MAX_NORM, SIZES, Tokens, make_model, make_moe, samples_a_step
@@ -60,7 +60,7 @@ def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.de
         return
     sequence = sequence_group(layout.cp) if layout.cp > 1 else None
     model, experts = build(layout, size, mesh, device, sequence)
-    optimizer = make_optimizer(model, layout)
+    optimizer = make_optimizer(model, layout, () if experts is None else experts.experts)
     group = None if mesh is None or layout.dp * layout.cp == 1 else _data_group(layout, mesh)
     meetings = None if layout.local_sgd is None else Meetings(model, layout)
     for step, sample in enumerate(_loader(layout, mesh, size, steps, seed), 1):
@@ -110,6 +110,10 @@ def build(
             share_positions(dense, layout.context, sequence)
         return spread(dense, layout, mesh, device), None
     model = make_moe(size).to(device)
+    if layout.fully_sharded:
+        assert mesh is not None
+        keep = None if layout.sharding == "full" else False
+        return model, ShardedExpertParallel(model, layout.ep, mesh["dp_shard"], keep)
     experts = ExpertParallel(model, layout.ep)
     return spread(model, layout, mesh, device), experts
 
@@ -145,7 +149,7 @@ def spread(model: Decoder, layout: Layout, mesh: DeviceMesh | None, device: torc
     return model
 
 
-def make_optimizer(model: nn.Module, layout: Layout) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, layout: Layout, experts: Sequence[nn.Parameter] = ()) -> torch.optim.Optimizer:
     """AdamW; under ZeRO-1 torch's own, which gives whole parameters to ranks."""
     if layout.sharding == "optimizer" and layout.dp > 1:
         with warnings.catch_warnings():
@@ -153,6 +157,11 @@ def make_optimizer(model: nn.Module, layout: Layout) -> torch.optim.Optimizer:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
+    if experts and layout.fully_sharded:
+        # Their shards are of another mesh, or they are whole: a fused step takes one kind.
+        others = [p for p in model.parameters() if all(p is not expert for expert in experts)]
+        groups: list[dict[str, Any]] = [{"params": others}, {"params": list(experts)}]
+        return torch.optim.AdamW(groups, lr=LR, fused=True)
     return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 

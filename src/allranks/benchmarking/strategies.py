@@ -42,6 +42,7 @@ STRATEGIES = (
 )
 NUM_PROCESSES = (2, 4)
 DDP, FSDP = "ddp", "fsdp"
+FSDP2 = "full", "grad_op"
 
 TIME_TARGET = 1.03
 MEMORY_TARGET = 1.02
@@ -211,8 +212,8 @@ def check_twin(layout: Layout) -> None:
         raise LayoutError(f"layout {layout}: local_sgd has a twin here beside dp_replicate alone")
     if layout.cp > 1 and not (_is_beside_data(layout, layout.cp) and plain):
         raise LayoutError(f"layout {layout}: cp has a twin here alone, or beside dp_replicate or dp_shard")
-    if layout.ep > 1 and not (layout.world_size == layout.dp_replicate and layout.replicated and plain):
-        raise LayoutError(f"layout {layout}: ep has a twin here beside dp_replicate alone, without sharding=none")
+    if layout.ep > 1 and not (_is_beside_data(layout, 1) and plain):
+        raise LayoutError(f"layout {layout}: ep has a twin here beside dp_replicate, or dp_shard under FSDP2, alone")
     if layout.tp > 1 and layout.replicated:
         raise LayoutError(
             f"layout {layout}: torch's DDP takes no tensors cut over tp; add sharding=none, or a dp_shard"
@@ -221,12 +222,8 @@ def check_twin(layout: Layout) -> None:
 
 def _is_beside_data(layout: Layout, degree: int) -> bool:
     """Whether the axis of this degree stands alone, or beside one axis of whole copies or of FSDP2's shards."""
-    alone = degree == layout.world_size
-    return alone or (degree * max(layout.dp_replicate, layout.dp_shard) == layout.world_size and _is_plain_data(layout))
-
-
-def _is_plain_data(layout: Layout) -> bool:
-    return layout.sharding in ("full", "grad_op") and layout.ep == 1
+    data = max(layout.dp_replicate, layout.dp_shard)
+    return degree == layout.world_size or (degree * data == layout.world_size and layout.sharding in FSDP2)
 
 
 def read_numbers(text: str) -> tuple[int, ...]:
