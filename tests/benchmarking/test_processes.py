@@ -37,6 +37,13 @@ def test_on_two_processes_both_sides_train_the_same(monkeypatch: pytest.MonkeyPa
 @pytest.mark.full
 def test_on_four_processes_too() -> None:
     strategies = ["dp_replicate=2,dp_shard=2", "tp=2,dp_shard=2", "pp=4", "cp=4", "ddp,ep=2"]
+    strategies += [
+        "pp=2,dp_replicate=2",
+        "pp=2,dp_shard=2",
+        "cp=2,dp_replicate=2",
+        "cp=2,dp_shard=2",
+        "dp_shard=4,ep=2",
+    ]
     found = measure_all(plan_cases(strategies, [4]), 2, "tiny")
     assert all(row.loss_difference < 1e-6 for row in summarise(found))
 

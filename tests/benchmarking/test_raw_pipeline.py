@@ -5,8 +5,10 @@ import torch
 
 from allranks.benchmarking.raw import raw_steps
 from allranks.benchmarking.raw_pipeline import SCHEDULES, StageModule, own_stages
-from allranks.benchmarking.subject import make_model
+from allranks.benchmarking.subject import make_model, samples_a_step
 from allranks.layout import Layout
+from allranks.layout_refusals import SPLIT_BACKWARD
+from tests.benchmarking.plain_loop import plain_losses
 from tests.distributed.pool import Pools
 
 THERE_AND_BACK = ("zbv", "dualpipev")
@@ -63,3 +65,23 @@ def test_every_schedule_makes_the_same_steps(pool: Pools) -> None:
     first, *others = pool(2).run(case)[0]
     for other in others:
         assert other == pytest.approx(first, rel=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
+@pytest.mark.parametrize(
+    "schedule", [one if one == "1f1b" else pytest.param(one, marks=pytest.mark.full) for one in SCHEDULES]
+)
+def test_beside_a_data_axis_it_learns_what_one_process_learns(pool: Pools, schedule: str, axis: str) -> None:
+    if axis == "dp_shard" and schedule in SPLIT_BACKWARD:
+        pytest.skip("refused: FSDP2 cannot follow")
+    if GREETS and schedule in THERE_AND_BACK:
+        pytest.skip("torch 2.11's own stages cannot go there and back over gloo")
+    layout = Layout(pp=2, schedule=schedule, **{axis: 2})  # type: ignore[arg-type]
+
+    def case() -> list[float]:
+        return [told() for told in raw_steps(layout, "tiny", 4, 0, torch.device("cpu"))]
+
+    expected = plain_losses(4, samples_a_step(layout))
+    for found in pool(4).run(case):
+        assert found == pytest.approx(expected, rel=1e-5)

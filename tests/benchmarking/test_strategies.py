@@ -47,8 +47,15 @@ def test_what_is_asked_for_has_to_fit() -> None:
 def test_only_what_has_a_twin() -> None:
     refused = Layout(offload="activations"), Layout(tp=2, dp_replicate=2), Layout(dp_shard=2, local_sgd=2)
     several = Layout(dp_replicate=2, ddp_hook="powersgd")
-    others = Layout(dp_shard=2, ep=2), Layout(pp=2, dp_shard=2), Layout(pp=8, schedule="zbv"), Layout(cp=2, tp=2)
+    others = Layout(dp_shard=2, ep=2, tp=2), Layout(pp=2, tp=2), Layout(pp=8, schedule="zbv"), Layout(cp=2, tp=2)
     inside = [Layout(pp=2, recompute="full"), Layout(pp=2, compile="block"), Layout(cp=2, compile="block")]
+    inside += [Layout(pp=2, dp_replicate=2, dp_shard=2), Layout(pp=2, dp_replicate=2, compile="block")]
+    inside += [Layout(pp=2, dp_shard=2, sharding="optimizer"), Layout(pp=2, dp_replicate=2, ddp_hook="float16")]
+    inside += [Layout(cp=2, dp_replicate=2, dp_shard=2), Layout(cp=2, dp_shard=2, sharding="optimizer")]
+    inside += [Layout(cp=2, dp_replicate=2, ep=2), Layout(cp=2, dp_shard=2, recompute="full")]
+    inside += [Layout(pp=2, dp_replicate=2, ep=2), Layout(pp=2, dp_replicate=2, sharding="none")]
+    inside += [Layout(dp_replicate=2, dp_shard=2, ep=2), Layout(dp_shard=2, ep=2, sharding="optimizer")]
+    inside += [Layout(dp_shard=2, ep=2, recompute="full")]
     inside += [Layout(dp_replicate=2, ep=2, sharding="none"), Layout(dp_replicate=2, ep=2, compile="block")]
     for layout in (*refused, *others, *inside, several):
         with pytest.raises(LayoutError, match=r"twin|DDP|micro-steps of this command"):
@@ -56,10 +63,19 @@ def test_only_what_has_a_twin() -> None:
     check_twin(Layout(tp=2, dp_replicate=2, sharding="none", recompute="full"))
     for schedule in ("gpipe", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"):
         check_twin(Layout(pp=2, schedule=schedule))
+    check_twin(Layout(pp=2, dp_replicate=2, schedule="zbv"))
+    check_twin(Layout(pp=2, dp_shard=2, sharding="grad_op"))
     check_twin(Layout(cp=2, context="ring"))
+    check_twin(Layout(cp=2, dp_replicate=2, context="ring"))
+    check_twin(Layout(cp=2, dp_shard=2, sharding="grad_op"))
     check_twin(Layout(dp_replicate=2, local_sgd=2, outer_lr=0.5))
     check_twin(Layout(dp_replicate=2, ddp_hook="powersgd", ddp_bucket_mb=64))
-    check_twin(Layout(dp_replicate=4, ep=2))
+    for layout in (
+        Layout(dp_replicate=4, ep=2),
+        Layout(dp_shard=4, ep=2),
+        Layout(dp_shard=4, ep=4, sharding="grad_op"),
+    ):
+        check_twin(layout)
     for layout in (Layout(recompute="selective"), Layout(cp=2), Layout(pp=4), Layout(dp_replicate=2, compile="block")):
         check_twin(layout)
 

@@ -5,7 +5,7 @@ Sources: torch's tutorials on DDP, FSDP2 and tensor parallelism (docs.pytorch.or
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -31,8 +31,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from allranks.benchmarking.raw_context import own_positions, share_positions
-from allranks.benchmarking.raw_experts import ExpertParallel
+from allranks.benchmarking.raw_context import own_positions, sequence_group, share_positions
+from allranks.benchmarking.raw_experts import ExpertParallel, ShardedExpertParallel
 from allranks.benchmarking.raw_links import Meetings, compress
 from allranks.benchmarking.raw_pipeline import pipeline_steps
 from allranks.benchmarking.subject import LR, MAX_NORM, SIZES, Tokens, make_model, make_moe, samples_a_step
@@ -48,29 +48,26 @@ ATTENTION = (
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 )
-MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 
 
 def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.device) -> Iterator[Callable[[], float]]:
     """`steps` steps of the plain loop; each yields what gives its loss, over the whole batch and per token."""
-    mesh = None
-    if layout.world_size > 1 and layout.pp == 1:
-        # cp alone: DDP goes over the ranks of the sequence.
-        shape = (layout.dp_replicate * layout.cp, layout.dp_shard, layout.tp)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_AXES)
+    mesh = make_mesh(layout, device)
     torch.manual_seed(seed)
     if layout.pp > 1:
-        yield from pipeline_steps(make_model(size), layout, _loader(layout, None, size, steps, seed), device)
+        assert mesh is not None
+        yield from pipeline_steps(make_model(size), layout, mesh, _loader(layout, mesh, size, steps, seed), device)
         return
-    model, experts = build(layout, size, mesh, device)
-    optimizer = make_optimizer(model, layout)
+    sequence = sequence_group(layout.cp) if layout.cp > 1 else None
+    model, experts = build(layout, size, mesh, device, sequence)
+    optimizer = make_optimizer(model, layout, () if experts is None else experts.experts)
     group = None if mesh is None or layout.dp * layout.cp == 1 else _data_group(layout, mesh)
     meetings = None if layout.local_sgd is None else Meetings(model, layout)
     for step, sample in enumerate(_loader(layout, mesh, size, steps, seed), 1):
         batch = {name: part.to(device, non_blocking=True) for name, part in sample.items()}
         where = {}
-        if layout.cp > 1:
-            batch, where["positions"] = own_positions(batch, dealt=layout.context == "ring")
+        if sequence is not None:
+            batch, where["positions"] = own_positions(batch, sequence, dealt=layout.context == "ring")
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(batch["x"], **where).flatten(0, 1), batch["y"].flatten())
         loss.backward()
@@ -90,13 +87,33 @@ def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.de
         yield partial(float, total / count)
 
 
+def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
+    """The data axes, and beside them stages or parts of layers; None for one process."""
+    if layout.world_size == 1:
+        return None
+    if layout.pp > 1:
+        degrees = (layout.pp, layout.dp_replicate, layout.dp_shard)
+        return init_device_mesh(device.type, degrees, mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    # The ranks of a sequence are copies of the model, or share its parameters as dp_shard's do.
+    copies, shards = (layout.cp, 1) if layout.dp_shard == 1 else (1, layout.cp)
+    degrees = (layout.dp_replicate * copies, layout.dp_shard * shards, layout.tp)
+    return init_device_mesh(device.type, degrees, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+
+
 def build(
-    layout: Layout, size: str, mesh: DeviceMesh | None, device: torch.device
+    layout: Layout, size: str, mesh: DeviceMesh | None, device: torch.device, sequence: dist.ProcessGroup | None
 ) -> tuple[nn.Module, ExpertParallel | None]:
-    """The model under the strategy, and what its loop has to do for experts."""
+    """The model under the strategy, and what its loop has to do for experts; `sequence` shares each sequence."""
     if layout.ep == 1:
-        return spread(make_model(size).to(device), layout, mesh, device), None
+        dense = make_model(size).to(device)
+        if sequence is not None:
+            share_positions(dense, layout.context, sequence)
+        return spread(dense, layout, mesh, device), None
     model = make_moe(size).to(device)
+    if layout.fully_sharded:
+        assert mesh is not None
+        keep = None if layout.sharding == "full" else False
+        return model, ShardedExpertParallel(model, layout.ep, mesh["dp_shard"], keep)
     experts = ExpertParallel(model, layout.ep)
     return spread(model, layout, mesh, device), experts
 
@@ -106,8 +123,6 @@ def spread(model: Decoder, layout: Layout, mesh: DeviceMesh | None, device: torc
     if layout.tp > 1:
         assert mesh is not None
         cut_layers(model, mesh["tp"])
-    if layout.cp > 1:
-        share_positions(model, layout.context)
     if layout.recompute != "none":
         options: dict[str, Any] = {"context_fn": keep_every_second} if layout.recompute == "selective" else {}
         for index, block in enumerate(model.layers):
@@ -134,7 +149,7 @@ def spread(model: Decoder, layout: Layout, mesh: DeviceMesh | None, device: torc
     return model
 
 
-def make_optimizer(model: nn.Module, layout: Layout) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, layout: Layout, experts: Sequence[nn.Parameter] = ()) -> torch.optim.Optimizer:
     """AdamW; under ZeRO-1 torch's own, which gives whole parameters to ranks."""
     if layout.sharding == "optimizer" and layout.dp > 1:
         with warnings.catch_warnings():
@@ -142,6 +157,11 @@ def make_optimizer(model: nn.Module, layout: Layout) -> torch.optim.Optimizer:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
+    if experts and layout.fully_sharded:
+        # Their shards are of another mesh, or they are whole: a fused step takes one kind.
+        others = [p for p in model.parameters() if all(p is not expert for expert in experts)]
+        groups: list[dict[str, Any]] = [{"params": others}, {"params": list(experts)}]
+        return torch.optim.AdamW(groups, lr=LR, fused=True)
     return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 
@@ -201,7 +221,7 @@ def _loader(
     # In the order of our stream, so that both sides train on the same batches.
     order = permute(samples, epoch_key(seed, 0), np.arange(samples)).tolist()
     dataset = Subset(Tokens(SIZES[size].seq, samples), order)
-    rank = 0
+    rank = dist.get_rank() // layout.cp if layout.cp > 1 else 0
     if mesh is not None and layout.cp == 1:
         rank = mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard")
     sampler: DistributedSampler[dict[str, torch.Tensor]] = DistributedSampler(dataset, layout.dp, rank, shuffle=False)

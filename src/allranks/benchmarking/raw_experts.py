@@ -6,6 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from allranks.models.moe import Experts, MoETransformer
@@ -76,7 +79,13 @@ class ExpertParallel:
         numbers = range(len(self._layers))
         names = [f"layers.{at}.feed_forward.experts.own.{name}" for at in numbers for name in STACKED]
         self._experts = [model.get_parameter(name) for name in names]
+        self._names = names
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+    @property
+    def experts(self) -> list[nn.Parameter]:
+        """The parameters of this process's experts."""
+        return list(self._experts)
 
     def reduce_and_clip(self, max_norm: float) -> None:
         """After the backward: the experts' gradients as the mean that DDP makes of the others', and one norm of all."""
@@ -102,3 +111,37 @@ class ExpertParallel:
         for router, count in zip(routers, counts, strict=True):
             router.tokens_per_expert.copy_(count)
             router.update_balance()
+
+
+class ShardedExpertParallel(ExpertParallel):
+    """The same under FSDP2: experts are sharded over the ranks that hold the same ones, all else over all ranks.
+
+    Args:
+        model: sharded in place.
+        mesh: all ranks.
+        keep: `fully_shard`'s reshard_after_forward.
+    """
+
+    def __init__(self, model: MoETransformer, ep: int, mesh: DeviceMesh, keep: bool | None) -> None:
+        super().__init__(model, ep)
+        alone = set(self._experts) if ep == self._world else set()
+        if not alone:
+            twins = DeviceMesh.from_group(self._twins, mesh.device_type)
+            for layer in self._layers:
+                fully_shard(layer.experts.own, mesh=twins, reshard_after_forward=keep)
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=keep, ignored_params=alone)
+        self._ep = ep
+        self._experts = [model.get_parameter(name) for name in self._names]  # FSDP2 has put its own in their place
+
+    def reduce_and_clip(self, max_norm: float) -> None:
+        """After the backward: FSDP2 has made means of its own; no element of a gradient is on two ranks."""
+        gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
+        local = {id(p): grad.to_local() if isinstance(grad, DTensor) else grad for p, grad in gradients}
+        # Tokens of all ranks have reached them, and the mean is over those of one place in their groups. A factor for
+        # `set_gradient_divide_factor` would be multiplied in while reducing, which gloo cannot.
+        torch._foreach_div_([local[id(p)] for p in self._experts if p.grad is not None], self._ep)
+        parts = list(local.values())
+        square = nn.utils.get_total_norm(parts).square()
+        dist.all_reduce(square)
+        torch._foreach_mul_(parts, torch.clamp(max_norm / (square.sqrt() + EPSILON), max=1.0))

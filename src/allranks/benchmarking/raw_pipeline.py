@@ -1,5 +1,9 @@
 """A pipeline by hand: the layers of other stages left out, one `PipelineStage` for each of ours, torch's schedules.
 
+Beside a data axis each stage is a model of its own to FSDP2, which torch's stages know. Copies of a stage add up their
+gradients after the schedule: torch's DDP around stages fails an assertion of its own under gpipe, interleaved and
+looped_bfs, and it does not follow schedules that split the backward.
+
 Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html (of torch 2.13).
 """
 
@@ -10,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from allranks.benchmarking.strategies import MICRO_STEPS
@@ -51,45 +58,73 @@ def own_stages(layout: Layout, rank: int) -> list[int]:
     return list(range(rank, layout.num_stages, layout.pp))
 
 
+def shard_stage(module: StageModule, layout: Layout, mesh: DeviceMesh) -> None:
+    """FSDP2 over the ranks that run this stage."""
+    keep = None if layout.sharding == "full" else False
+    for part in (*module.layers, module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=keep)
+
+
 def pipeline_steps(
-    model: Transformer, layout: Layout, batches: Iterable[dict[str, torch.Tensor]], device: torch.device
+    model: Transformer,
+    layout: Layout,
+    mesh: DeviceMesh,
+    batches: Iterable[dict[str, torch.Tensor]],
+    device: torch.device,
 ) -> Iterator[Callable[[], float]]:
-    """The plain loop over a pipeline of all processes; each step yields what gives its loss."""
+    """The plain loop over a pipeline, or several beside each other; each step yields what gives its loss."""
     # Here, because it brings torch's compiler along, which no other strategy needs.
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    stages = own_stages(layout, dist.get_rank())
-    modules = nn.ModuleList(StageModule(model, stage, layout.num_stages) for stage in stages).to(device)
-    made = [
-        PipelineStage(module, stage, layout.num_stages, device) for module, stage in zip(modules, stages, strict=True)
-    ]
+    group, total = mesh.get_group("pp"), layout.num_stages
+    stages = own_stages(layout, mesh.get_local_rank("pp"))
+    made = []
+    for stage in stages:
+        module = StageModule(model, stage, total).to(device)
+        if layout.dp_shard > 1:
+            shard_stage(module, layout, mesh["dp_shard"])
+        made.append(PipelineStage(module, stage, total, device, group=group))
+    del model  # the other ranks' layers
     kind: Any = get_schedule_class(SCHEDULES[layout.schedule])
     schedule = kind(made if len(made) > 1 else made[0], MICRO_STEPS, loss_fn=_loss, scale_grads=False)
-    optimizer = torch.optim.AdamW(modules.parameters(), lr=LR, fused=True)
+    parameters = [parameter for stage in made for parameter in stage.submod.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=LR, fused=True)
+    copies = mesh.get_group("dp_replicate") if layout.dp_replicate > 1 else None
     for batch in batches:
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
         inputs = [batch["x"].to(device)] if 0 in stages else []
-        target = batch["y"].to(device) if layout.num_stages - 1 in stages else None
+        target = batch["y"].to(device) if total - 1 in stages else None
         schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        if copies is not None:
+            _add_up(parameters, copies)
         count = batch["y"].numel()
-        _clip(list(modules.parameters()), count)
+        _clip(parameters, count * layout.dp_replicate, group)
         optimizer.step()
         told = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=device)
         dist.all_reduce(told)
-        yield partial(float, told / count)
+        yield partial(float, told / (count * layout.dp))
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
 
 
-def _clip(parameters: list[nn.Parameter], count: int) -> None:
-    """Divide by the number of tokens, and clip by the norm over all stages."""
+def _add_up(parameters: list[nn.Parameter], copies: dist.ProcessGroup) -> None:
+    works = [dist.all_reduce(p.grad, group=copies, async_op=True) for p in parameters if p.grad is not None]
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _clip(parameters: list[nn.Parameter], count: int, group: dist.ProcessGroup) -> None:
+    """Divide by the number of tokens that the gradients are the sum of, and clip by the norm over all stages."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     torch._foreach_div_(gradients, count)
     square = nn.utils.get_total_norm(gradients).square()
-    dist.all_reduce(square)
+    if isinstance(square, DTensor):
+        square = square.full_tensor()
+    dist.all_reduce(square, group=group)
     factor = torch.clamp(MAX_NORM / (square.sqrt() + EPSILON), max=1.0)
     torch._foreach_mul_(gradients, factor)

@@ -42,6 +42,7 @@ STRATEGIES = (
 )
 NUM_PROCESSES = (2, 4)
 DDP, FSDP = "ddp", "fsdp"
+FSDP2 = "full", "grad_op"
 
 TIME_TARGET = 1.03
 MEMORY_TARGET = 1.02
@@ -198,8 +199,8 @@ def check_twin(layout: Layout) -> None:
             possible = " or ".join(str(word) for word in known if word)
             raise LayoutError(f"{name}={value} has no twin in raw torch here: it can be {possible}")
     plain = layout.recompute == layout.compile == "none"
-    if layout.pp > 1 and not (layout.pp == layout.world_size and plain):
-        raise LayoutError(f"layout {layout}: a pipeline has a twin here where pp stands alone")
+    if layout.pp > 1 and not (_is_beside_data(layout, layout.pp) and plain and layout.ddp_hook == "none"):
+        raise LayoutError(f"layout {layout}: a pipeline has a twin here alone, or beside dp_replicate or dp_shard")
     if layout.pp > 1 and not layout.fits_schedule(MICRO_STEPS):
         raise LayoutError(f"layout {layout}: the {MICRO_STEPS} micro-steps of this command do not fit its schedule")
     if layout.ddp_hook == "powersgd" and (layout.ddp_bucket_mb or 0) < ONE_BUCKET_MB:
@@ -209,14 +210,20 @@ def check_twin(layout: Layout) -> None:
         )
     if layout.local_sgd is not None and str(layout) != str(Layout(dp_replicate=layout.world_size)):
         raise LayoutError(f"layout {layout}: local_sgd has a twin here beside dp_replicate alone")
-    if layout.cp > 1 and not (layout.cp == layout.world_size and plain):
-        raise LayoutError(f"layout {layout}: cp has a twin here where it stands alone")
-    if layout.ep > 1 and not (layout.world_size == layout.dp_replicate and layout.replicated and plain):
-        raise LayoutError(f"layout {layout}: ep has a twin here beside dp_replicate alone, without sharding=none")
+    if layout.cp > 1 and not (_is_beside_data(layout, layout.cp) and plain):
+        raise LayoutError(f"layout {layout}: cp has a twin here alone, or beside dp_replicate or dp_shard")
+    if layout.ep > 1 and not (_is_beside_data(layout, 1) and plain):
+        raise LayoutError(f"layout {layout}: ep has a twin here beside dp_replicate, or dp_shard under FSDP2, alone")
     if layout.tp > 1 and layout.replicated:
         raise LayoutError(
             f"layout {layout}: torch's DDP takes no tensors cut over tp; add sharding=none, or a dp_shard"
         )
+
+
+def _is_beside_data(layout: Layout, degree: int) -> bool:
+    """Whether the axis of this degree stands alone, or beside one axis of whole copies or of FSDP2's shards."""
+    data = max(layout.dp_replicate, layout.dp_shard)
+    return degree == layout.world_size or (degree * data == layout.world_size and layout.sharding in FSDP2)
 
 
 def read_numbers(text: str) -> tuple[int, ...]:
