@@ -4,8 +4,8 @@ The logits of a language model's last layer, [positions, vocabulary], and their 
 of a step. Here they are computed for some positions at a time, and again in the backward: instead of
 2 * positions * vocabulary numbers a step holds 2 * chunk * vocabulary, for a third more work in that layer.
 
-Where tensor parallelism cuts the vocabulary, each rank computes with the logits of its own words, and two numbers a
-position are agreed over the ranks: the largest logit and the sum of exponentials.
+Where tensor parallelism cuts the vocabulary, each rank computes with the logits of its own words, and three numbers a
+position are agreed over the ranks: the largest logit, the sum of exponentials, and the target's logit.
 
 Source: the idea of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (arXiv 2411.09009), with plain
 torch operations on chunks of positions.
