@@ -145,3 +145,21 @@ def test_what_cannot_be_encoded_is_escaped(encoding: str) -> None:
         print("plain \u2588 caf\udce9", flush=True)
     bar = "\u2588" if encoding == "utf-8" else "\\u2588"
     assert under.buffer.getvalue().decode(encoding) == f"plain {bar} caf\\udce9\n"
+
+
+def test_what_becomes_of_the_other_stream_is_nothing_to_it() -> None:
+    """Python 3.13 tells of what goes wrong while a stream is forgotten, earlier ones do in their development mode."""
+    program = """
+import io
+from allranks.standard_streams import SteadyStream
+other = io.BytesIO()
+text = io.TextIOWrapper(other)
+steady = SteadyStream(text)
+del steady
+assert not text.closed
+steady = SteadyStream(text)
+text.close()
+"""
+    words = [sys.executable, "-X", "dev", "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert "closed file" not in done.stderr

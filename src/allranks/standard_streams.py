@@ -27,6 +27,9 @@ class OtherStream(io.TextIOBase):
     def __init__(self, stream: "TextIO | OtherStream") -> None:
         self.stream = stream
 
+    def __del__(self) -> None:
+        """Nothing: io's own would close, and so flush, what is somebody else's and may be closed already."""
+
     def __getattr__(self, name: str) -> Any:
         """What only the other stream has: reconfigure, line_buffering, name, mode ..."""
         if name == "stream":  # before it is there

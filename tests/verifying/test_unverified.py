@@ -30,4 +30,5 @@ def test_the_users_line_is_told_of_what_is_raised_here() -> None:
     with pytest.raises(Unverified) as caught, failing_here("it fails", "mend it"):
         sys.exit(0)
     told = str(caught.value.answer)
-    assert told.startswith("could not be verified: it fails\n") and "sys.exit(0)\n  SystemExit: 0\n" in told
+    lines = [line for line in told.splitlines() if "^" not in line]  # which Python 3.13 draws, and 3.11 does not
+    assert lines[0] == "could not be verified: it fails" and "sys.exit(0)\n  SystemExit: 0\n" in "\n".join(lines)
