@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks.config import Config
+from allranks.config_layers import read_mapping, read_overrides, read_toml_layer
 from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
 from allranks.request import TrainRequest
@@ -32,6 +33,9 @@ def task_facts(
     request = TrainRequest(task_spec=spec, toml=toml, overrides=tuple(overrides))
     prepared = prepare(request)
     config, given = prepared.config, _given(toml, overrides)
+    defaults = read_mapping(prepared.task.defaults, "Task.defaults")
+    by_default = {name for name, one in defaults.items() if one.value is not None} - given
+    named = given | by_default
     profiles: dict[tuple[str, str], ModelProfile] = {}
 
     @cache
@@ -67,9 +71,10 @@ def task_facts(
         "seq": 0,
         "task": prepared.spec or (None if spec is None and toml is None else spec),
         "global_batch": config.train.global_batch,
-        "micro_batch": config.train.micro_batch if "train.micro_batch" in given else None,
+        "micro_batch": config.train.micro_batch if "train.micro_batch" in named else None,
         "micro_steps": _micro_steps(prepared.task, config),
-        "precision": config.train.precision if "train.precision" in given else None,
+        "precision": config.train.precision if "train.precision" in named else None,
+        "defaulted": frozenset(name for name in ("micro_batch", "precision") if f"train.{name}" in by_default),
         "layout": config.layout,
         "settings": {name: value for name, value in config.flat().items() if name in given and _is_kept(name)},
     }
@@ -88,8 +93,6 @@ def _profile(task: "Task", loaded: "FirstBatches", precision: str, device: str, 
 
 def _given(toml: Path | None, overrides: Sequence[str]) -> set[str]:
     """The full keys that the user gave; what the Task's defaults say is not among them."""
-    from allranks.config_layers import read_overrides, read_toml_layer
-
     return {*(read_toml_layer(toml) if toml is not None else {}), *read_overrides(overrides)}
 
 

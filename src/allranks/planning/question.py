@@ -118,11 +118,12 @@ def fixed_micro_steps(profile: ModelProfile) -> int | None:
     return 1 if profile.stateful or profile.coupled else None
 
 
-def choose_precisions(given: str | None, cluster: Cluster) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def choose_precisions(given: str | None, cluster: Cluster, source: str = "") -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The precisions that are open, and the note that says why.
 
     Args:
         given: as the user wrote it: a precision, several with commas, `any`, or None.
+        source: who says `given`, where it is not the user at this command.
 
     Raises:
         ConfigError: none of them is one that the device multiplies.
@@ -134,8 +135,11 @@ def choose_precisions(given: str | None, cluster: Cluster) -> tuple[tuple[str, .
         open_ones = tuple(name for name in named if name in rates)
         if not open_ones:
             device = cluster.device.name
-            raise ConfigError(f"precision {given}: {device} multiplies {', '.join(rates)}; name one of these, or any")
-        return open_ones, ()
+            whose = f", which {source} name" if source else ""
+            raise ConfigError(
+                f"precision {given}{whose}: {device} multiplies {', '.join(rates)}; name one of these, or any"
+            )
+        return open_ones, ((f"precision {given}, because {source} name it",) if source else ())
     for name in usual[:2]:
         if rates.get(name, 0.0) >= WORTH_LOWERING * rates.get("float32", 0.0):
             return (name,), (_say_precision(name, cluster),)
