@@ -122,18 +122,7 @@ def _check_more_than_nothing(request: SimulationRequest) -> None:
 def costs_of(request: SimulationRequest, cluster: Cluster) -> Costs:
     """From the plan of the model, where there is one; what the user gives comes first."""
     if not request.arguments:
-        if request.layout or request.global_batch:
-            raise ConfigError("--layout and --global-batch belong to a model: name one, such as llama3-405b")
-        times = [_seconds(text, name) or 0.0 for text, name in _texts(request)]
-        return Costs(
-            "",
-            times[0],
-            times[1],
-            0.0,
-            times[2],
-            1,
-            ("no model is named: a step, a save and a load take what is given",),
-        )
+        return _costs_as_given(request)
     name, parameters, best = _planned(request, cluster)
     size = parameters * CHECKPOINT_BYTES
     speed, because = _storage(request.storage, cluster)
@@ -155,6 +144,20 @@ def costs_of(request: SimulationRequest, cluster: Cluster) -> Costs:
         replica_nodes=math.ceil(layout.tp * layout.cp * layout.pp / cluster.devices_per_node),
         notes=tuple(notes),
     )
+
+
+def _costs_as_given(request: SimulationRequest) -> Costs:
+    """Of no model. Raises ConfigError for an option whose figure would come from one."""
+    options = ("--layout", request.layout), ("--global-batch", request.global_batch), ("--storage", request.storage)
+    if without := [option for option, given in options if given is not None]:
+        verb = "belongs" if len(without) == 1 else "belong"
+        load = "; what storage costs, --save-cost and --load say" if request.storage is not None else ""
+        raise ConfigError(f"{' and '.join(without)} {verb} to a model: name one, such as llama3-405b{load}")
+    times = [_seconds(text, name) or 0.0 for text, name in _texts(request)]
+    left = [name for text, name in _texts(request) if text is None]
+    nothing = f", and nothing where it is left out ({', '.join(left)})" if left else ""
+    note = f"no model is named: a step, a save and a load take what is given{nothing}"
+    return Costs("", times[0], times[1], 0.0, times[2], 1, (note,))
 
 
 def _storage(given: float | None, cluster: Cluster) -> tuple[float, str]:
