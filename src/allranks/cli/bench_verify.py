@@ -45,7 +45,7 @@ def verify(
 ) -> int:
     """Verify every program of a folder, and count what is caught, named rightly and accused falsely.
 
-    Exit code 0: every wrong program is caught and no clean one accused, 1: not so.
+    Exit code 0: every wrong program is caught and no clean one accused; 1: not so; 2: refused.
     """
     if sentinels:
         return _watch(folder, kinds, part, json=json)
