@@ -88,3 +88,13 @@ def test_batch_statistics_and_coupled_losses_fix_the_micro_steps() -> None:
     question = replace(ask(), make_profile=lambda seq, precision: coupled)
     assert question.space().micro_steps == 1
     assert replace(question, micro_steps=4).space().micro_steps == 4
+
+
+def test_a_micro_batch_is_refused_where_the_micro_steps_are_fixed() -> None:
+    """The plan was of that micro-batch, and RUN.toml had the micro-steps."""
+    with pytest.raises(ConfigError, match=r"micro_batch 4: .* fixed at 2, because it has micro_steps: leave --micro-b"):
+        ask(micro_steps=2, micro_batch=4).space()
+    coupled = decoder(coupled=True)
+    question = replace(ask(micro_batch=4), make_profile=lambda seq, precision: coupled)
+    with pytest.raises(ConfigError, match=r"fixed at 1, because its result depends on which samples share a forward"):
+        question.space()

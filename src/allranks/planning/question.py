@@ -72,15 +72,30 @@ class Question:
     follows_length: bool = False
 
     def space(self) -> Space:
-        """What may be taken on the cluster. Raises LayoutError where the written layout does not fit its devices."""
+        """What may be taken on the cluster.
+
+        Raises:
+            LayoutError: the written layout does not fit its devices.
+            ConfigError: a micro-batch for a Task whose micro-steps are fixed, which training refuses, too.
+        """
         cluster, layout = self.cluster, None
         if self.layout is not None:
             layout = Layout.resolve(self.layout, cluster.num_devices, cluster.nodes)
         profiles = {precision: self.make_profile(self.seq, precision) for precision in self.precisions}
-        micro_steps = self.micro_steps or fixed_micro_steps(next(iter(profiles.values())))
+        micro_steps = self.fixed_micro_steps(next(iter(profiles.values())))
+        if micro_steps is not None and self.micro_batch is not None:
+            why = "it has micro_steps" if self.micro_steps else "its result depends on which samples share a forward"
+            raise ConfigError(
+                f"micro_batch {self.micro_batch}: the forwards of this task's step are fixed at {micro_steps}, because"
+                f" {why}: leave --micro-batch and train.micro_batch out, or give train.micro_steps another number"
+            )
         return Space(
             profiles, cluster, self.global_batch, self.micro_batch, self.modes, micro_steps, layout, self.upkeep
         )
+
+    def fixed_micro_steps(self, profile: ModelProfile) -> int | None:
+        """Forwards of a step where they are fixed, for a model of that profile."""
+        return self.micro_steps or fixed_micro_steps(profile)
 
     def on(self, cluster: Cluster) -> "Question":
         """The same on another cluster."""
