@@ -172,6 +172,9 @@ def _check_amounts(request: PlanRequest) -> None:
     check_amount(request.budget, "--budget")
     check_amount(request.price, "--price")
     check_amount(request.watts, "--watts", float(MOST_WATTS))
+    for amount, option in ((request.price, "--price"), (request.watts, "--watts")):
+        if amount is not None and request.tokens is None:
+            raise ConfigError(f"{option} needs --tokens: money and energy are those of training on them, as in 15T")
 
 
 def _upkeep(request: PlanRequest, subject: Subject, cluster: Cluster) -> Upkeep:
