@@ -80,6 +80,26 @@ def test_a_plan_takes_what_the_tasks_defaults_name(
     assert "Task's defaults" not in capsys.readouterr().out
 
 
+def test_what_optimizer_and_average_keep_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch's compiler, which tracing imports, sets it where nobody did.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    own = "    def optimizer(self, parameters):\n        return torch.optim.SGD(parameters, lr=0.1)\n"
+    (tmp_path / "pairs.py").write_text(COUPLED)
+    (tmp_path / "own.py").write_text(COUPLED + own)
+    held, notes = {}, {}
+    for task, *keys in (("pairs",), ("pairs", "train.ema=0.9"), ("pairs", "optimizer.name=sgd"), ("own",)):
+        words = [str(tmp_path / f"{task}.py"), *keys]
+        assert main(["plan", *words, "--cluster", "1:a100-80g", "--precision", "float32", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        held[task, *keys] = told["best"]["bytes_by_category"].get("optimizer", 0.0)
+        notes[task] = [note for note in told["notes"] if "own optimizer" in note]
+    parameters = 4 * 8 + 8
+    assert list(held.values()) == [8 * parameters, 12 * parameters, 0, 8 * parameters]
+    assert not notes["pairs"] and "--check counts them" in notes["own"][0]
+
+
 def test_the_model_is_traced_once_for_each_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's compiler, which tracing imports, sets it where nobody did.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))

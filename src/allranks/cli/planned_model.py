@@ -114,4 +114,5 @@ def _of_task(request: PlanRequest) -> Subject:
         return Subject(**facts)
     import torch
 
-    return Subject(**facts, notes=(MEASURED + (ON_GPU if torch.cuda.is_available() else ON_PROCESSOR),))
+    measured = MEASURED + (ON_GPU if torch.cuda.is_available() else ON_PROCESSOR)
+    return Subject(**{**facts, "notes": (measured, *facts["notes"])})

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from allranks.task import Task
 
 
+OWN_OPTIMIZER = (
+    "the Task's own optimizer keeps two values for each parameter, as Adam does, which is assumed, because a plan does"
+    " not make it: --check counts them"
+)
+
+
 def task_facts(
     spec: str | None, toml: Path | None, overrides: Sequence[str], *, measured: bool = False
 ) -> dict[str, Any]:
@@ -28,14 +34,12 @@ def task_facts(
     Raises:
         TaskError, ConfigError: as `allranks train`; `make` also where the model cannot be traced.
     """
+    from allranks.task import has_optimizer
     from allranks.training.prepare import prepare
 
     request = TrainRequest(task_spec=spec, toml=toml, overrides=tuple(overrides))
     prepared = prepare(request)
-    config, given = prepared.config, _given(toml, overrides)
-    defaults = read_mapping(prepared.task.defaults, "Task.defaults")
-    by_default = {name for name, one in defaults.items() if one.value is not None} - given
-    named = given | by_default
+    own_optimizer = has_optimizer(prepared.task)
     profiles: dict[tuple[str, str], ModelProfile] = {}
 
     @cache
@@ -63,16 +67,27 @@ def task_facts(
     def upkeep(kind: str, here: bool) -> Upkeep:
         from allranks.stepping.upkeep import upkeep_of
 
-        return upkeep_of(config, kind, loaded() if here else None)
+        return upkeep_of(prepared.config, kind, loaded() if here else None, own_optimizer=own_optimizer)
 
     return {
         "make": make,
         "upkeep": upkeep,
         "seq": 0,
         "task": prepared.spec or (None if spec is None and toml is None else spec),
+        "notes": (OWN_OPTIMIZER,) if own_optimizer else (),
+        **_said(prepared.task, prepared.config, _given(toml, overrides)),
+    }
+
+
+def _said(task: "Task", config: Config, given: set[str]) -> dict[str, Any]:
+    """The fields that the config has an answer to; `given` by the user are those full keys."""
+    defaults = read_mapping(task.defaults, "Task.defaults")
+    by_default = {name for name, one in defaults.items() if one.value is not None} - given
+    named = given | by_default
+    return {
         "global_batch": config.train.global_batch,
         "micro_batch": config.train.micro_batch if "train.micro_batch" in named else None,
-        "micro_steps": _micro_steps(prepared.task, config),
+        "micro_steps": _micro_steps(task, config),
         "precision": config.train.precision if "train.precision" in named else None,
         "defaulted": frozenset(name for name in ("micro_batch", "precision") if f"train.{name}" in by_default),
         "layout": config.layout,
