@@ -12,6 +12,7 @@ from allranks.errors import ConfigError
 from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.failure_rates import NAMED
 from allranks.simulation_request import SimulationRequest
+from tests.commands import POINTS
 
 CLUSTER = "8x8:a100-80g"
 
@@ -23,6 +24,15 @@ def test_a_checkpoint_is_twelve_bytes_a_parameter_through_the_storage() -> None:
     assert costs.write_seconds == costs.load_seconds == pytest.approx(101.6e9 * 12 / 10e9, rel=0.01)
     assert costs.step_seconds > 1
     assert costs.replica_nodes >= 1
+
+
+def test_a_tasks_checkpoint_holds_what_its_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters in float64, an average of them, and nothing of an optimizer that keeps nothing."""
+    # torch's compiler, which tracing imports, sets it where nobody did.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    keys = ("train.precision=float64", "optimizer.name=sgd", "train.ema=0.99")
+    costs = costs_of(SimulationRequest("1:a100-80g", (POINTS, *keys), storage=1e-6), find_cluster("1:a100-80g"))
+    assert "16 bytes a parameter" in costs.notes[0], costs.notes
 
 
 @pytest.mark.parametrize(
