@@ -30,6 +30,9 @@ def test_precisions_that_the_user_names() -> None:
     assert choose_precisions("float32", A100) == (("float32",), ())
     assert choose_precisions("float32, bfloat16", A100)[0] == ("float32", "bfloat16")
     assert choose_precisions("any", A100)[0] == ("bfloat16", "float16", "float32")
+    assert choose_precisions("any", CPU)[1] == ()
+    found, (left,) = choose_precisions("float32,float4,float31", A100)
+    assert found == ("float32",) and left.startswith("precision float4 and float31 left out, because a100-80g multipl")
     noted = ("precision float32, because the Task's defaults name it",)
     assert choose_precisions("float32", A100, "the Task's defaults") == (("float32",), noted)
     with pytest.raises(ConfigError, match=r"precision float4, which the Task's defaults name: a100-80g multiplies"):

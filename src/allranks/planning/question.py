@@ -154,7 +154,11 @@ def choose_precisions(given: str | None, cluster: Cluster, source: str = "") -> 
             raise ConfigError(
                 f"precision {given}{whose}: {device} multiplies {', '.join(rates)}; name one of these, or any"
             )
-        return open_ones, ((f"precision {given}, because {source} name it",) if source else ())
+        said = [f"precision {given}, because {source} name it"] if source else []
+        if given != "any" and (left := [name for name in named if name not in rates]):
+            what = f"precision {' and '.join(left)} left out"
+            said.append(f"{what}, because {cluster.device.name} multiplies {', '.join(rates)} alone")
+        return open_ones, tuple(said)
     for name in usual[:2]:
         if rates.get(name, 0.0) >= WORTH_LOWERING * rates.get("float32", 0.0):
             return (name,), (_say_precision(name, cluster),)
