@@ -93,6 +93,7 @@ def test_a_longer_sequence_costs_attention_twice_its_share() -> None:
         ({"kv_heads": -8}, "kv_heads=-8, but it has to be at least 0"),
         ({"experts": -3, "top_k": 1}, "experts=-3, but it has to be at least 0"),
         ({"experts": 4, "top_k": 5}, "top_k=5 of experts=4"),
+        ({"top_k": 2}, "top_k=2, but it has no experts to choose from: give experts"),
     ],
 )
 def test_impossible_sizes_are_refused(changes: dict[str, int], message: str) -> None:

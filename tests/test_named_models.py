@@ -1,6 +1,7 @@
 """The named models against the sizes that their papers print."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,18 @@ def test_names_are_found_in_any_case_and_changed() -> None:
 def test_a_wrong_size_brings_the_nearest() -> None:
     with pytest.raises(ConfigError, match="no 'layer'; nearest: layers"):
         find_model("gpt2", layer=3)
+
+
+def test_a_size_that_a_model_has_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_heads=8, but latent attention has one vector of 512 for all heads"):
+        find_model("deepseek-v3", kv_heads=8)
+    every = replace(find_model("mixtral-8x7b"), expert_ffn=1024)
+    with pytest.raises(ConfigError, match=r"ffn=2048 changes nothing, because each of its layers has experts, .* 1024"):
+        change(every, ffn=2048)
+    for shape in (replace(every, dense_layers=1), replace(every, every=2), find_model("mixtral-8x7b")):
+        assert change(shape, ffn=2048).parameters < shape.parameters
+    with pytest.raises(ConfigError, match="llama3-8b: top_k=4, but it has no experts"):
+        find_model("llama3-8b", top_k=4)
 
 
 def test_a_shape_from_keywords() -> None:

@@ -79,6 +79,8 @@ class ModelShape:
             raise ConfigError(f"{self.name}: {equation} is no whole number; heads={near} fits, or say head_dim")
         if self.num_kv_heads < 1 or self.heads % self.num_kv_heads:
             raise ConfigError(f"{self.name}: kv_heads({self.num_kv_heads}) does not divide heads({self.heads})")
+        if self.top_k and not self.experts:
+            raise ConfigError(f"{self.name}: top_k={self.top_k}, but it has no experts to choose from: give experts")
         if self.experts and not 0 < self.top_k <= self.experts:
             raise ConfigError(f"{self.name}: top_k={self.top_k} of experts={self.experts}: use 1 to {self.experts}")
 

@@ -71,7 +71,17 @@ def find_model(name: str, **changes: Any) -> ModelShape:
 
 
 def change(shape: ModelShape, **changes: Any) -> ModelShape:
-    """`shape` with other sizes. Raises ConfigError at a size that no shape has."""
+    """`shape` with other sizes. Raises ConfigError at a size that no shape has, or that this one has not."""
+    if shape.kv_rank and changes.get("kv_heads"):
+        raise ConfigError(
+            f"{shape.name}: kv_heads={changes['kv_heads']}, but latent attention has one vector of {shape.kv_rank} for"
+            " all heads, and no key-value heads; leave it out"
+        )
+    if shape.experts and shape.expert_ffn and not shape.dense_layers and shape.every == 1 and changes.get("ffn"):
+        raise ConfigError(
+            f"{shape.name}: ffn={changes['ffn']} changes nothing, because each of its layers has experts, whose own"
+            f" width is {shape.expert_ffn}; leave it out"
+        )
     return _make({**{name: getattr(shape, name) for name in _FIELDS}, **changes})
 
 

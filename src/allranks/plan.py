@@ -125,8 +125,8 @@ class Estimate:
         samples_per_second, tokens_per_second: of the whole cluster.
         correction: by which the seconds of work, not of waits, were multiplied, because runs on this machine took so.
         fault: what a dry run says that a run would fail by; "" where it has found nothing, or nobody made one.
-        host_bytes, host_capacity_bytes: what the processes of a node keep in its memory, and what there is of it for
-            them; None where nobody knows.
+        host_bytes, host_capacity_bytes: what the processes of a node keep in its memory, `copied_bytes` of it copies of
+            checkpoints, and what there is of it for them; None where nobody knows.
     """
 
     choice: Choice
@@ -142,6 +142,7 @@ class Estimate:
     tokens_per_second: float
     host_bytes: float = 0.0
     host_capacity_bytes: float | None = None
+    copied_bytes: float = 0.0
     correction: float = 1.0
     fault: str = ""
 
@@ -180,8 +181,7 @@ class Ranked:
     """An Estimate in its place, with the one line that says why there.
 
     Attributes:
-        family: the plain strategy that it is the best of ("ddp", "fsdp", "tp" ...); "" where it has its place by its
-            own time and memory.
+        family: the plain strategy that it is the best of ("ddp", "fsdp" ...); "" where its own figures give its place.
     """
 
     estimate: Estimate

@@ -36,7 +36,17 @@ from allranks.task_loading import (
 from allranks.task_world import TaskWorld
 from allranks.users_code import user_line
 
-__all__ = ["Hints", "Resolved", "Task", "TaskSpec", "has_step", "load_task", "resolve_inputs", "resolve_targets"]
+__all__ = [
+    "Hints",
+    "Resolved",
+    "Task",
+    "TaskSpec",
+    "has_optimizer",
+    "has_step",
+    "load_task",
+    "resolve_inputs",
+    "resolve_targets",
+]
 
 DEMO = "allranks.training.demo:Text"
 IGNORED_LABEL = -100  # torch's default ignore_index: such a label is no target
@@ -150,6 +160,11 @@ def load_task(spec: str | TaskSpec | None, settings: Mapping[str, object] | None
         raise
     except (Exception, SystemExit) as error:
         raise TaskError(f"{task_class.__name__} cannot be made from its settings:\n{user_line(error)}") from error
+
+
+def has_optimizer(task: Task) -> bool:
+    """Whether the Task makes its optimizer itself, where `optimizer.*` has no effect."""
+    return type(task).optimizer is not Task.optimizer
 
 
 def has_step(task: Task) -> bool:

@@ -17,6 +17,7 @@ class Upkeep:
         reads_all: each training process reads every rank's samples, too (an iterable dataset of order="global").
         save_seconds: after which one comes that is written beside the steps, where none does by their number; 0: none.
         state_copies: of what a checkpoint holds, that stay in the hosts' memory (`checkpoint.memory_every`).
+        state_values: numbers that the optimizer and `train.ema` keep for each trained parameter; 2: Adam's.
     """
 
     save_every: int = 0
@@ -26,3 +27,4 @@ class Upkeep:
     reads_all: bool = False
     save_seconds: float = 0.0
     state_copies: int = 0
+    state_values: int = 2

@@ -150,6 +150,12 @@ def test_the_exit_code_says_whether_anything_has_to_be_mended(
     assert "false alarms: 1 of 1 runs of clean programs" in capsys.readouterr().out
 
 
+def test_sentinels_keep_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "verify", str(CORPUS / "watched"), "--sentinels", "--record", str(tmp_path / "kept.jsonl")]
+    assert main(words) == 2
+    assert "--record keeps what verify says" in capsys.readouterr().err
+
+
 def test_what_sentinels_say_is_told_with_kind_cost_and_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,58 @@ def test_a_file_and_its_keys_count_as_given(tmp_path: Path) -> None:
     facts = task_facts(None, tmp_path / "run.toml", ("optimizer.lr=0.5",))
     assert facts["task"] == POINTS and facts["micro_batch"] == 2 and not facts["layout"].chosen
     assert facts["settings"] == {"train.steps": 5, "optimizer.lr": 0.5}
+
+
+def test_what_the_tasks_defaults_name_counts_but_for_what_the_user_gives(tmp_path: Path) -> None:
+    """As for `train`. RUN.toml needs none of it: the Task says it again."""
+    defaults = '{"train.precision": "float64", "train": {"micro_batch": 4}, "train.micro_steps": None}'
+    (tmp_path / "pairs.py").write_text(COUPLED.replace("coupled = True", f"defaults = {defaults}"))
+    task = str(tmp_path / "pairs.py")
+    facts = task_facts(task, None, ())
+    assert (facts["precision"], facts["micro_batch"], facts["micro_steps"]) == ("float64", 4, None)
+    assert facts["defaulted"] == {"precision", "micro_batch"} and not facts["settings"]
+    facts = task_facts(task, None, ("train.precision=float32",))
+    assert (facts["precision"], facts["defaulted"]) == ("float32", {"micro_batch"})
+    facts = task_facts(POINTS, None, ())
+    assert (facts["precision"], facts["micro_batch"], facts["defaulted"]) == (None, None, frozenset())
+
+
+def test_a_plan_takes_what_the_tasks_defaults_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch's compiler, which tracing imports, sets it where nobody did.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    defaults = '{"train.precision": "float64", "train.micro_batch": 2, "train.global_batch": 16}'
+    (tmp_path / "pairs.py").write_text(COUPLED.replace("coupled = True", f"defaults = {defaults}"))
+    plan = ["plan", str(tmp_path / "pairs.py"), "--cluster", "2:a100-80g"]
+    assert main([*plan, "--save", str(tmp_path / "plans")]) == 0
+    told = capsys.readouterr().out
+    for noun in ("precision float64", "micro-batch 2"):
+        assert f"{noun}, because the Task's defaults name it" in told
+    saved = tomllib.loads((tmp_path / "plans" / "RUN.toml").read_text())["train"]
+    assert saved == {"global_batch": 16, "micro_batch": 2, "precision": "float64"}
+    assert main([*plan, "--precision", "float32", "--micro-batch", "4"]) == 0
+    assert "Task's defaults" not in capsys.readouterr().out
+
+
+def test_what_optimizer_and_average_keep_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch's compiler, which tracing imports, sets it where nobody did.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    own = "    def optimizer(self, parameters):\n        return torch.optim.SGD(parameters, lr=0.1)\n"
+    (tmp_path / "pairs.py").write_text(COUPLED)
+    (tmp_path / "own.py").write_text(COUPLED + own)
+    held, notes = {}, {}
+    for task, *keys in (("pairs",), ("pairs", "train.ema=0.9"), ("pairs", "optimizer.name=sgd"), ("own",)):
+        words = [str(tmp_path / f"{task}.py"), *keys]
+        assert main(["plan", *words, "--cluster", "1:a100-80g", "--precision", "float32", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        held[task, *keys] = told["best"]["bytes_by_category"].get("optimizer", 0.0)
+        notes[task] = [note for note in told["notes"] if "own optimizer" in note]
+    parameters = 4 * 8 + 8
+    assert list(held.values()) == [8 * parameters, 12 * parameters, 0, 8 * parameters]
+    assert not notes["pairs"] and "--check counts them" in notes["own"][0]
 
 
 def test_the_model_is_traced_once_for_each_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_where_nothing_fails_no_formula_has_an_interval(capsys: pytest.CaptureFi
         (("--runs", "1000000"), "take --runs"),
         (("--failures", "100000", "--days", "3650"), "take fewer --days"),
         (("--detect", "1e400s"), "--detect 1e400s: more than 1e+18"),
-        (("--layout", "tp=8"), "belong to a model"),
+        (("--layout", "tp=8"), "--layout belongs to a model"),
         (("--peer-every", "0"), "--peer-every 0: takes more than no time"),
         (("llama3-405b", "--layout", "ddp"), "does not run on 64x8:h100"),
         (("llama3-40b",), "llama3-405b"),

@@ -1,5 +1,6 @@
 """From a request to what is simulated: which figure comes from where."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from allranks.errors import ConfigError
 from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.failure_rates import NAMED
 from allranks.simulation_request import SimulationRequest
+from tests.commands import POINTS
 
 CLUSTER = "8x8:a100-80g"
 
@@ -22,6 +24,36 @@ def test_a_checkpoint_is_twelve_bytes_a_parameter_through_the_storage() -> None:
     assert costs.write_seconds == costs.load_seconds == pytest.approx(101.6e9 * 12 / 10e9, rel=0.01)
     assert costs.step_seconds > 1
     assert costs.replica_nodes >= 1
+
+
+def test_a_tasks_checkpoint_holds_what_its_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters in float64, an average of them, and nothing of an optimizer that keeps nothing."""
+    # torch's compiler, which tracing imports, sets it where nobody did.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    keys = ("train.precision=float64", "optimizer.name=sgd", "train.ema=0.99")
+    costs = costs_of(SimulationRequest("1:a100-80g", (POINTS, *keys), storage=1e-6), find_cluster("1:a100-80g"))
+    assert "16 bytes a parameter" in costs.notes[0], costs.notes
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"storage": 3.0}, "--storage belongs to a model: name one, such as llama3-405b; what storage costs, --save-"),
+        ({"global_batch": 0}, "--global-batch belongs to a model"),
+        ({"layout": "tp=8", "storage": 3.0}, "--layout and --storage belong to a model"),
+    ],
+)
+def test_what_only_a_model_makes_a_figure_of_is_refused_without_one(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        costs_of(SimulationRequest(CLUSTER, **given), find_cluster(CLUSTER))
+
+
+def test_what_takes_no_time_without_a_model_is_said() -> None:
+    cluster = find_cluster(CLUSTER)
+    (said,) = costs_of(SimulationRequest(CLUSTER, step="7s"), cluster).notes
+    assert said.endswith("take what is given, and nothing where it is left out (--save-cost, --load)")
+    (said,) = costs_of(SimulationRequest(CLUSTER, step="7s", save_cost="0", load="1min"), cluster).notes
+    assert said.endswith("take what is given")
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """The commands and flags that users and their scripts type are frozen here (the config keys: test_config_keys.py)."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import typer.main
 from typer.core import TyperGroup
@@ -48,19 +49,29 @@ SURFACE = {
 }
 
 
-def surface() -> Iterator[tuple[str, str]]:
+def contexts() -> Iterator[Any]:
     todo = [typer.main.get_command(app).make_context("allranks", [], resilient_parsing=True)]
     while todo:
         context = todo.pop(0)
+        yield context
+        if isinstance(context.command, TyperGroup):
+            children = context.command.commands.items()
+            todo += [child.make_context(name, [], parent=context, resilient_parsing=True) for name, child in children]
+
+
+def surface() -> Iterator[tuple[str, str]]:
+    for context in contexts():
         words = []
         for parameter in context.command.get_params(context):
             many = "..." if parameter.nargs == -1 else ""
             name = str(parameter.name).upper() + many
             words += [name] if parameter.param_type_name == "argument" else [o for o in parameter.opts if o[:2] == "--"]
         yield context.command_path.split(" {")[0], " ".join(sorted(words, key=lambda word: (word[0] == "-", word)))
-        if isinstance(context.command, TyperGroup):
-            children = context.command.commands.items()
-            todo += [child.make_context(name, [], parent=context, resilient_parsing=True) for name, child in children]
+
+
+def test_where_all_exit_codes_are_listed_the_refusal_is_among_them() -> None:
+    listed = {one.command_path: one.command.help or "" for one in contexts() if "code 0" in (one.command.help or "")}
+    assert len(listed) > 5 and not [path for path, text in listed.items() if "2: refused" not in text]
 
 
 def test_commands_and_flags_are_frozen() -> None:

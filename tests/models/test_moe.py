@@ -22,7 +22,15 @@ def dynamo() -> None:
     importlib.import_module("torch._dynamo")
 
 
-SIZES = {"vocab_size": 17, "num_layers": 2, "hidden": 16, "num_heads": 2, "num_experts": 4, "top_k": 2, "max_seq": 12}
+SIZES: dict[str, Any] = {
+    "vocab_size": 17,
+    "num_layers": 2,
+    "hidden": 16,
+    "num_heads": 2,
+    "num_experts": 4,
+    "top_k": 2,
+    "max_seq": 12,
+}
 TOKENS = torch.arange(24).view(2, 12) * 5 % 17
 
 
@@ -266,6 +274,21 @@ def test_logits_of_a_position_depend_on_it_and_on_those_before_it_only() -> None
     assert difference[:7].max() < 1e-15 and difference[7:].min() > 0
     with pytest.raises(ValueError, match="a sequence of 13 tokens, but max_seq is 12"):
         model(torch.zeros(1, 13, dtype=torch.int64))
+
+
+def test_losses_in_chunks_are_those_of_the_logits() -> None:
+    torch.manual_seed(0)
+    whole = MoETransformer(**SIZES).double()
+    chunked = MoETransformer(**SIZES, chunk=5).double()
+    chunked.load_state_dict(whole.state_dict())
+    targets = TOKENS.roll(-1, 1)
+    expected = functional.cross_entropy(whole(TOKENS).flatten(0, 1), targets.flatten(), reduction="none")
+    losses = chunked(TOKENS, targets=targets)
+    torch.testing.assert_close(losses, expected.view_as(targets), rtol=1e-12, atol=1e-12)
+    gradients = (torch.autograd.grad(found.sum(), m.embedding.weight)[0] for m, found in (
+        (whole, expected), (chunked, losses)
+    ))  # fmt: skip
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 def test_initial_values_and_names() -> None:

@@ -57,6 +57,8 @@ def test_a_larger_micro_batch_is_asked_about_where_there_is_more_than_one() -> N
         found = usual_changes(weigh(micro_batch=micro_batch), QUESTION)
         assert (f"micro_batch={2 * micro_batch}" in found) == larger
         assert f"micro_batch={micro_batch // 2}" in found
+    fixed = usual_changes(weigh(micro_batch=share // 2), replace(QUESTION, micro_steps=2))
+    assert not [change for change in fixed if change.startswith("micro_batch")], "no run may take them"
 
 
 def test_because_is_the_difference_in_memory_and_speed() -> None:

@@ -69,6 +69,14 @@ def test_a_host_has_to_have_room_for_what_was_counted(host_bytes: float, fits: b
     assert what_changed(before, counted) == f"12.0 GB counted, 10.0 GB planned{short}; messages as planned"
 
 
+def test_copies_of_checkpoints_stay_beside_what_was_counted() -> None:
+    """A dry run is of steps: what checkpoints keep in the host it does not see."""
+    before = planned(host_bytes=2.5e9, copied_bytes=2e9, host_capacity_bytes=3e9)
+    assert corrected(before, told(host_bytes=0.0)).host_bytes == 2e9
+    after = corrected(before, told(host_bytes=1.1e9))
+    assert after.host_bytes == 3.1e9 and not after.fits and after.copied_bytes == 2e9
+
+
 def test_the_first_fault_of_any_rank_is_told_with_its_move() -> None:
     harmless, fatal = Finding("unsharded", "w lies whole", "cut it"), Finding("hang", "rank 7 waits", "x", fails=True)
     assert read_dry_run(rehearsal(rank(0, 500, harmless)).to_json(), FSDP, 8).fault == ""

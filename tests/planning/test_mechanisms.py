@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from allranks.planning.mechanisms import Mechanisms, mechanisms_of
+from allranks.upkeep import Upkeep
 from tests.planning.profiles import choose
 
 
@@ -17,6 +18,15 @@ def test_float32_parameters_whatever_the_precision() -> None:
         assert (wide.gather_bytes, wide.cast_bytes) == (4, 2)
     double = mechanisms_of(replace(choose(dp_replicate=2), precision="float64"))
     assert (double.weight_bytes, double.optimizer_bytes, double.cast_bytes) == (8, 16, 0)
+
+
+def test_what_the_optimizer_and_an_average_keep() -> None:
+    """As dry runs count it: of sgd nothing, of train.ema one number more, in the parameters' type."""
+    found = [
+        mechanisms_of(replace(choose(dp_shard=8), precision=precision, upkeep=Upkeep(state_values=values)))
+        for precision, values in (("bfloat16", 0), ("bfloat16", 3), ("float64", 3))
+    ]
+    assert [how.optimizer_bytes for how in found] == [0, 12, 24]
 
 
 def test_a_compressing_hook_halves_the_traffic() -> None:

@@ -30,6 +30,13 @@ def test_precisions_that_the_user_names() -> None:
     assert choose_precisions("float32", A100) == (("float32",), ())
     assert choose_precisions("float32, bfloat16", A100)[0] == ("float32", "bfloat16")
     assert choose_precisions("any", A100)[0] == ("bfloat16", "float16", "float32")
+    assert choose_precisions("any", CPU)[1] == ()
+    found, (left,) = choose_precisions("float32,float4,float31", A100)
+    assert found == ("float32",) and left.startswith("precision float4 and float31 left out, because a100-80g multipl")
+    noted = ("precision float32, because the Task's defaults name it",)
+    assert choose_precisions("float32", A100, "the Task's defaults") == (("float32",), noted)
+    with pytest.raises(ConfigError, match=r"precision float4, which the Task's defaults name: a100-80g multiplies"):
+        choose_precisions("float4", A100, "the Task's defaults")
     with pytest.raises(ConfigError, match=r"precision float4: a100-80g multiplies .*bfloat16"):
         choose_precisions("float4", A100)
 
@@ -84,3 +91,13 @@ def test_batch_statistics_and_coupled_losses_fix_the_micro_steps() -> None:
     question = replace(ask(), make_profile=lambda seq, precision: coupled)
     assert question.space().micro_steps == 1
     assert replace(question, micro_steps=4).space().micro_steps == 4
+
+
+def test_a_micro_batch_is_refused_where_the_micro_steps_are_fixed() -> None:
+    """The plan was of that micro-batch, and RUN.toml had the micro-steps."""
+    with pytest.raises(ConfigError, match=r"micro_batch 4: .* fixed at 2, because it has micro_steps: leave --micro-b"):
+        ask(micro_steps=2, micro_batch=4).space()
+    coupled = decoder(coupled=True)
+    question = replace(ask(micro_batch=4), make_profile=lambda seq, precision: coupled)
+    with pytest.raises(ConfigError, match=r"fixed at 1, because its result depends on which samples share a forward"):
+        question.space()

@@ -90,6 +90,7 @@ def test_a_checkpoints_copy_stands_in_the_hosts_memory() -> None:
             estimate(PROFILE, TWO_NODES, choice(upkeep, dp_shard=16, offload=offload)) for upkeep in (Upkeep(), beside)
         )
         assert found.host_bytes - plain.host_bytes == pytest.approx(copied)
+        assert plain.copied_bytes == 0.0 and found.copied_bytes == pytest.approx(copied), "which --check leaves there"
     by_time = estimate(PROFILE, TWO_NODES, choice(Upkeep(save_seconds=1800.0, beside=True), dp_shard=16))
     assert by_time.host_bytes == pytest.approx(copied) and by_time.time.checkpoint == 0.0
     one = replace(TWO_NODES, nodes=1)

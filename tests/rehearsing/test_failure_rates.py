@@ -53,6 +53,37 @@ def test_a_file_says_everything_itself(tmp_path: Path) -> None:
     assert (model.straggler_slowdown, model.straggler_seconds) == (0.2, 10800)
 
 
+def test_what_a_file_leaves_out_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text("""
+[[component]]
+name = "GPU"
+per_1000_node_days = 2.5
+[[component]]
+name = "switch"
+per_1000_node_days = 0.1
+scope = "rack"
+[[component]]
+name = "bug"
+per_1000_node_days = 0.1
+scope = "process"
+[stragglers]
+per_1000_node_days = 1.0
+""")
+    _, (assumed,) = find_failures(str(path))
+    assert assumed == (
+        "repair_hours = 24 (GPU, switch), rack_nodes = 2, stragglers.slowdown = 0.1, stragglers.hours = 1,"
+        f" which is assumed, because {path} does not say"
+    )
+
+
+def test_what_a_file_says_without_effect_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(FILE.replace('name = "GPU"', 'name = "bug"\nscope = "process"'))
+    _, (idle,) = find_failures(str(path))
+    assert idle == "repair_hours of bug has no effect, because what ends a process leaves its node"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -100,3 +100,16 @@ def test_the_loss_may_come_in_chunks() -> None:
     assert set(chunked.inputs(batch)) == {"tokens", "targets"}
     assert whole.loss(torch.zeros(1, 8, 16), batch).item() == pytest.approx(8 * torch.log(torch.tensor(16.0)).item())
     assert chunked.loss(torch.ones(1, 8), batch).item() == 8
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "mixtral-8x7b"])
+def test_every_kind_of_module_has_its_loss_in_chunks(name: str) -> None:
+    """Which `dryrun --remedies` proposes for any name."""
+    sizes = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 16, "vocab": 16, "seq": 8}
+    task, whole = Named(name=name, chunk=4, **sizes), Named(name=name, **sizes)
+    batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "y": torch.zeros(1, 8, dtype=torch.int64)}
+    chunked, plain = task.model(), whole.model()
+    plain.load_state_dict(chunked.state_dict())
+    losses, logits = chunked(**task.inputs(batch)), plain(**whole.inputs(batch))
+    assert losses.shape == (1, 8)
+    assert task.loss(losses, batch).item() == pytest.approx(whole.loss(logits, batch).item(), rel=1e-5)

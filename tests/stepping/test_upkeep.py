@@ -30,6 +30,23 @@ def test_copies_in_memory_are_counted(more: dict[str, Any], copies: int) -> None
 
 
 @pytest.mark.parametrize(
+    ("more", "own", "values"),
+    [
+        ({}, False, 2),
+        ({"train": {"ema": 0.99}}, False, 3),
+        ({"optimizer": {"name": "sgd"}}, False, 0),
+        ({"optimizer": {"name": "sgd", "momentum": 0.9}, "train": {"ema": 0.99}}, False, 2),
+        ({"optimizer": {"name": "sgd"}, "train": {"ema": 0.99}}, True, 3),
+    ],
+)
+def test_what_is_kept_for_each_parameter_is_counted(more: dict[str, Any], own: bool, values: int) -> None:
+    """Of a Task's own optimizer nobody knows it: it counts as Adam."""
+    config = Config.model_validate(more)
+    for loaded in (None, FirstBatches((), "map", 0.25)):
+        assert upkeep_of(config, "cuda", loaded, own_optimizer=own).state_values == values
+
+
+@pytest.mark.parametrize(
     ("saves", "seconds"),
     [({}, 1800.0), ({"seconds": 0}, 0.0), ({"every": 50}, 0.0), ({"asynchronous": "auto"}, 0.0)],
 )

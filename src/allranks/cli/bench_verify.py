@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allranks.cli.output import print_json, stdout_kept_free
+from allranks.errors import ConfigError
 from allranks.units import format_seconds
 
 if TYPE_CHECKING:
@@ -29,9 +30,12 @@ def verify(
     ] = "",
     part: Annotated[str, typer.Option(metavar="i/n", help="Every n-th program, from the i-th on.")] = "1/1",
     record: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="Where results are kept: what is known of this source is not run again."),
-    ] = RECORD,
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help=f"Where results are kept, else in {RECORD}: what is known of this source is not run again.",
+        ),
+    ] = None,
     sentinels: Annotated[
         bool,
         typer.Option(
@@ -45,9 +49,13 @@ def verify(
 ) -> int:
     """Verify every program of a folder, and count what is caught, named rightly and accused falsely.
 
-    Exit code 0: every wrong program is caught and no clean one accused, 1: not so.
+    Exit code 0: every wrong program is caught and no clean one accused; 1: not so; 2: refused.
     """
     if sentinels:
+        if record is not None:
+            raise ConfigError(
+                "--record keeps what verify says, and --sentinels trains all again: leave one of them out"
+            )
         return _watch(folder, kinds, part, json=json)
     with stdout_kept_free(json):
         from allranks.verifying.corpus import part_of, read_corpus, read_kinds
@@ -56,7 +64,7 @@ def verify(
 
         entries = part_of(read_corpus(folder, read_kinds(kinds)), part)
         found, num_known, machine = [], 0, _describe_machine() if json else {}
-        for result, known in run_all(entries, Record(record), _verify):
+        for result, known in run_all(entries, Record(record or RECORD), _verify):
             found.append(result)
             num_known += known
             print(_line(result, known), file=sys.stderr, flush=True)

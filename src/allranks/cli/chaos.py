@@ -48,7 +48,7 @@ def chaos(
 ) -> int:
     """Train once undisturbed and once under faults, and compare: is anything lost, twice, or left behind?
 
-    Exit code 0: nothing is, 1: something is, 3: it could not be determined.
+    Exit code 0: nothing is; 1: something is; 2: refused; 3: it could not be determined.
     """
     read_arguments(arguments or ())  # refused here, before anything starts
     options = [*(["--layout", layout] if layout is not None else []), *(["--nproc", str(nproc)] if nproc else [])]

@@ -35,6 +35,7 @@ class Subject:
         seq: positions of a sample where nobody names another; 0: it has none.
         task: its spec; None for a model by its sizes.
         global_batch, micro_batch, micro_steps, precision: of the Task's config; None where nothing says so.
+        defaulted: which of `micro_batch` and `precision` the Task's defaults name, and not the user.
         layout: that section of its config; None for a model by its sizes.
         upkeep: (the device's kind, whether that is the machine at hand) -> what its config says of one.
         settings: what the user gave for the Task, by full key, for RUN.toml.
@@ -48,6 +49,7 @@ class Subject:
     micro_batch: int | None = None
     micro_steps: int | None = None
     precision: str | None = None
+    defaulted: frozenset[str] = frozenset()
     layout: LayoutConfig | None = None
     upkeep: Callable[[str, bool], Upkeep] = lambda kind, here: Upkeep(beside=kind == "cuda")
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -112,4 +114,5 @@ def _of_task(request: PlanRequest) -> Subject:
         return Subject(**facts)
     import torch
 
-    return Subject(**facts, notes=(MEASURED + (ON_GPU if torch.cuda.is_available() else ON_PROCESSOR),))
+    measured = MEASURED + (ON_GPU if torch.cuda.is_available() else ON_PROCESSOR)
+    return Subject(**{**facts, "notes": (measured, *facts["notes"])})

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks.config import Config
+from allranks.config_layers import read_mapping, read_overrides, read_toml_layer
 from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
 from allranks.request import TrainRequest
@@ -14,6 +15,12 @@ from allranks.upkeep import Upkeep
 if TYPE_CHECKING:
     from allranks.stepping.profiled_step import FirstBatches
     from allranks.task import Task
+
+
+OWN_OPTIMIZER = (
+    "the Task's own optimizer keeps two values for each parameter, as Adam does, which is assumed, because a plan does"
+    " not make it: --check counts them"
+)
 
 
 def task_facts(
@@ -27,11 +34,12 @@ def task_facts(
     Raises:
         TaskError, ConfigError: as `allranks train`; `make` also where the model cannot be traced.
     """
+    from allranks.task import has_optimizer
     from allranks.training.prepare import prepare
 
     request = TrainRequest(task_spec=spec, toml=toml, overrides=tuple(overrides))
     prepared = prepare(request)
-    config, given = prepared.config, _given(toml, overrides)
+    own_optimizer = has_optimizer(prepared.task)
     profiles: dict[tuple[str, str], ModelProfile] = {}
 
     @cache
@@ -59,17 +67,29 @@ def task_facts(
     def upkeep(kind: str, here: bool) -> Upkeep:
         from allranks.stepping.upkeep import upkeep_of
 
-        return upkeep_of(config, kind, loaded() if here else None)
+        return upkeep_of(prepared.config, kind, loaded() if here else None, own_optimizer=own_optimizer)
 
     return {
         "make": make,
         "upkeep": upkeep,
         "seq": 0,
         "task": prepared.spec or (None if spec is None and toml is None else spec),
+        "notes": (OWN_OPTIMIZER,) if own_optimizer else (),
+        **_said(prepared.task, prepared.config, _given(toml, overrides)),
+    }
+
+
+def _said(task: "Task", config: Config, given: set[str]) -> dict[str, Any]:
+    """The fields that the config has an answer to; `given` by the user are those full keys."""
+    defaults = read_mapping(task.defaults, "Task.defaults")
+    by_default = {name for name, one in defaults.items() if one.value is not None} - given
+    named = given | by_default
+    return {
         "global_batch": config.train.global_batch,
-        "micro_batch": config.train.micro_batch if "train.micro_batch" in given else None,
-        "micro_steps": _micro_steps(prepared.task, config),
-        "precision": config.train.precision if "train.precision" in given else None,
+        "micro_batch": config.train.micro_batch if "train.micro_batch" in named else None,
+        "micro_steps": _micro_steps(task, config),
+        "precision": config.train.precision if "train.precision" in named else None,
+        "defaulted": frozenset(name for name in ("micro_batch", "precision") if f"train.{name}" in by_default),
         "layout": config.layout,
         "settings": {name: value for name, value in config.flat().items() if name in given and _is_kept(name)},
     }
@@ -88,8 +108,6 @@ def _profile(task: "Task", loaded: "FirstBatches", precision: str, device: str, 
 
 def _given(toml: Path | None, overrides: Sequence[str]) -> set[str]:
     """The full keys that the user gave; what the Task's defaults say is not among them."""
-    from allranks.config_layers import read_overrides, read_toml_layer
-
     return {*(read_toml_layer(toml) if toml is not None else {}), *read_overrides(overrides)}
 
 

@@ -37,6 +37,7 @@ from allranks.planning.scale import cluster_of
 from allranks.upkeep import Upkeep
 
 ASK = "?"
+DEFAULTS = "the Task's defaults"
 FITS, NOT, REFUSED = 0, 1, 2
 _THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
@@ -122,7 +123,7 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
         device_hour_price=cluster.device_hour_price if request.price is None else request.price,
         device_watts=cluster.device_watts if request.watts is None else request.watts,
     )
-    precisions, notes = choose_precisions(request.precision or subject.precision, cluster)
+    precisions, notes = _precisions(request, subject, cluster)
     seq = None if request.seq in (None, ASK) else _whole(request.seq or "", POSITIONS, "--seq")
     batch = request.global_batch if request.global_batch is not None else subject.global_batch
     question = Question(
@@ -131,7 +132,7 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
         global_batch=1 if batch is None else batch,
         precisions=precisions,
         seq=seq,
-        micro_batch=request.micro_batch if request.micro_batch is not None else subject.micro_batch,
+        micro_batch=subject.micro_batch if request.micro_batch is None else request.micro_batch,
         micro_steps=subject.micro_steps,
         tokens=None if request.tokens is None else read_number(request.tokens, _THOUSANDS, "--tokens"),
         limit_seconds=None if request.deadline is None else read_number(request.deadline, TIMES, "--deadline"),
@@ -151,6 +152,18 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
     return Asked(question, gpus=request.gpus == ASK, seq=request.seq == ASK)
 
 
+def _precisions(request: PlanRequest, subject: Subject, cluster: Cluster) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those that are open, and what is noted of them and of the micro-batch: what the Task's defaults name, binds.
+
+    So it does for `allranks train`.
+    """
+    source = DEFAULTS if request.precision is None and "precision" in subject.defaulted else ""
+    precisions, notes = choose_precisions(request.precision or subject.precision, cluster, source)
+    if request.micro_batch is None and "micro_batch" in subject.defaulted:
+        notes = *notes, f"micro-batch {subject.micro_batch}, because {DEFAULTS} name it"
+    return precisions, notes
+
+
 def _check_amounts(request: PlanRequest) -> None:
     if request.gpus == request.seq == ASK:
         raise ConfigError("--gpus '?' and --seq '?' are two questions: give one of them a number")
@@ -159,6 +172,9 @@ def _check_amounts(request: PlanRequest) -> None:
     check_amount(request.budget, "--budget")
     check_amount(request.price, "--price")
     check_amount(request.watts, "--watts", float(MOST_WATTS))
+    for amount, option in ((request.price, "--price"), (request.watts, "--watts")):
+        if amount is not None and request.tokens is None:
+            raise ConfigError(f"{option} needs --tokens: money and energy are those of training on them, as in 15T")
 
 
 def _upkeep(request: PlanRequest, subject: Subject, cluster: Cluster) -> Upkeep:

@@ -15,15 +15,15 @@ from allranks.errors import ConfigError
 from allranks.plan import Estimate
 from allranks.plan_request import PlanRequest
 from allranks.planning.amounts import TIMES, read_number
+from allranks.planning.answer import make_plan
 from allranks.planning.hardware import find_cluster
+from allranks.planning.setting import setting_of
+from allranks.planning.upkeep_cost import state_bytes
 from allranks.rehearsing.expectations import best_interval, enough_spares
 from allranks.rehearsing.failure_rates import find_failures
 from allranks.simulation import DAY, FailureModel, Operation, Scope, Simulation, Tier
 from allranks.simulation_request import SimulationRequest
 from allranks.units import format_bytes, format_seconds
-
-CHECKPOINT_BYTES = 12
-"""Of a parameter: itself and Adam's two moments in float32 (law 7, law 8)."""
 
 MOST_DAYS = 3650
 
@@ -122,25 +122,13 @@ def _check_more_than_nothing(request: SimulationRequest) -> None:
 def costs_of(request: SimulationRequest, cluster: Cluster) -> Costs:
     """From the plan of the model, where there is one; what the user gives comes first."""
     if not request.arguments:
-        if request.layout or request.global_batch:
-            raise ConfigError("--layout and --global-batch belong to a model: name one, such as llama3-405b")
-        times = [_seconds(text, name) or 0.0 for text, name in _texts(request)]
-        return Costs(
-            "",
-            times[0],
-            times[1],
-            0.0,
-            times[2],
-            1,
-            ("no model is named: a step, a save and a load take what is given",),
-        )
-    name, parameters, best = _planned(request, cluster)
-    size = parameters * CHECKPOINT_BYTES
+        return _costs_as_given(request)
+    name, size, each, best = _planned(request, cluster)
     speed, because = _storage(request.storage, cluster)
     through = size / speed
     copy = size / cluster.num_devices / (cluster.host_bandwidth or 0.0) if cluster.host_bandwidth else 0.0
     step, save, load = (_seconds(text, name) for text, name in _texts(request))
-    notes = [f"a checkpoint is {format_bytes(size)}: 12 bytes a parameter, written while training goes on"]
+    notes = [f"a checkpoint is {format_bytes(size)}: {each:.3g} bytes a parameter, written while training goes on"]
     if because:
         notes.append(f"storage takes {format_bytes(speed)}/s, because {because}")
     layout = best.choice.layout
@@ -157,6 +145,20 @@ def costs_of(request: SimulationRequest, cluster: Cluster) -> Costs:
     )
 
 
+def _costs_as_given(request: SimulationRequest) -> Costs:
+    """Of no model. Raises ConfigError for an option whose figure would come from one."""
+    options = ("--layout", request.layout), ("--global-batch", request.global_batch), ("--storage", request.storage)
+    if without := [option for option, given in options if given is not None]:
+        verb = "belongs" if len(without) == 1 else "belong"
+        load = "; what storage costs, --save-cost and --load say" if request.storage is not None else ""
+        raise ConfigError(f"{' and '.join(without)} {verb} to a model: name one, such as llama3-405b{load}")
+    times = [_seconds(text, name) or 0.0 for text, name in _texts(request)]
+    left = [name for text, name in _texts(request) if text is None]
+    nothing = f", and nothing where it is left out ({', '.join(left)})" if left else ""
+    note = f"no model is named: a step, a save and a load take what is given{nothing}"
+    return Costs("", times[0], times[1], 0.0, times[2], 1, (note,))
+
+
 def _storage(given: float | None, cluster: Cluster) -> tuple[float, str]:
     """Bytes/s of all nodes together, and why; "": the user has said so."""
     if given is not None:
@@ -170,14 +172,18 @@ def _texts(request: SimulationRequest) -> tuple[tuple[str | None, str], ...]:
     return (request.step, "--step"), (request.save_cost, "--save-cost"), (request.load, "--load")
 
 
-def _planned(request: SimulationRequest, cluster: Cluster) -> tuple[str, int, Estimate]:
-    """The model's name and parameters, and the estimate of what it would run as."""
+def _planned(request: SimulationRequest, cluster: Cluster) -> tuple[str, float, float, Estimate]:
+    """The model's name, the bytes of a checkpoint and of each parameter there, and the estimate of what it runs as."""
     asked = PlanRequest(request.arguments, (request.cluster,), layout=request.layout, global_batch=request.global_batch)
-    plan = ask(asked, find_subject(asked), cluster).plan()
+    question = ask(asked, find_subject(asked), cluster).question
+    plan = make_plan(question)
     if plan.best is None:
         why = plan.closest.because if plan.closest else f"every layout is refused: {plan.refusals[0].because}"
         raise ConfigError(f"{plan.model} does not run on {cluster.name}: {why}; see `allranks plan`")
-    return plan.model, plan.parameters, plan.best.estimate
+    best = plan.best.estimate
+    profile = question.make_profile(question.seq, best.choice.precision)
+    size = state_bytes(profile, setting_of(best.choice))
+    return plan.model, size, size / profile.parameters, best
 
 
 def operation_of(

@@ -31,7 +31,7 @@ def verify(
 ) -> int:
     """Run a Task or an own loop on local processes and on one, and say what differs.
 
-    Exit code 0: equal, 1: something differs, 3: it could not be verified.
+    Exit code 0: equal; 1: something differs; 2: refused; 3: it could not be verified.
     """
     spec, toml, overrides = read_arguments(arguments or ())
     if spec is None and toml is None:

@@ -195,6 +195,7 @@ class MoETransformer(Decoder):
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many.
         rate: by how much a router's bias moves after a step.
         head_dim: channels of a head, even; by default hidden / num_heads.
+        chunk: positions whose logits are held at once where forward is given `targets`; by default it takes none.
     """
 
     # How tensor parallelism cuts it: attention and the embedding; every process of a tp group computes the experts.
@@ -225,6 +226,7 @@ class MoETransformer(Decoder):
         num_kv_heads: int | None = None,
         rate: float = BALANCE_RATE,
         head_dim: int | None = None,
+        chunk: int | None = None,
     ) -> None:
         width = hidden if ffn is None else ffn
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -236,7 +238,7 @@ class MoETransformer(Decoder):
             )
             for _ in range(num_layers)
         )
-        super().__init__(vocab_size, hidden, blocks, max_seq=max_seq, tied=tied)
+        super().__init__(vocab_size, hidden, blocks, max_seq=max_seq, tied=tied, chunk=chunk)
 
     def update_balance(self) -> None:
         """That of every router: once after each optimizer step."""

@@ -43,8 +43,9 @@ def usual_changes(first: Estimate, question: Question) -> list[str]:
     if layout.dp_shard > 1:
         found += [f"sharding={mode}" for mode in ("full", "grad_op", "optimizer") if mode != layout.sharding]
     found += [f"offload={mode}" for mode in ("none", "activations", "parameters") if mode != layout.offload]
-    larger = choice.micro_batch * 2 if setting_of(choice).micro_steps > 1 else 0
-    found += [f"micro_batch={size}" for size in (choice.micro_batch // 2, larger) if size]
+    if question.fixed_micro_steps(question.make_profile(question.seq, choice.precision)) is None:
+        larger = choice.micro_batch * 2 if setting_of(choice).micro_steps > 1 else 0
+        found += [f"micro_batch={size}" for size in (choice.micro_batch // 2, larger) if size]
     if choice.precision != "float32":
         found.append("precision=float32")
     total = question.cluster.num_devices

@@ -111,7 +111,7 @@ def corrected(planned: Estimate, told: DryRun) -> Estimate:
     """`planned` with the counted memory, of devices and of hosts; seconds of messages are in proportion to their bytes.
 
     What hides behind computation stays the share that was planned. What the process takes besides its tensors stays as
-    planned, too: a dry run does not see it.
+    planned, too, and so do copies of checkpoints in the host's memory: a dry run, which is of steps, does not see them.
     """
     if told.fault:
         return replace(planned, fault=told.fault)
@@ -125,7 +125,7 @@ def corrected(planned: Estimate, told: DryRun) -> Estimate:
         memory=memory,
         stages={},
         peak_bytes=Span(memory.total, peak, peak),
-        host_bytes=told.host_bytes,
+        host_bytes=told.host_bytes + planned.copied_bytes,
         time=time,
         step_seconds=Span(*(slower * part for part in _parts(planned.step_seconds))),
         traffic=tuple(_scaled(row, scales.get(row.axis, 1.0)) for row in planned.traffic),

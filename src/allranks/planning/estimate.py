@@ -65,6 +65,7 @@ def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice, room: Room
         tokens_per_second=samples * profile.tokens,
         host_bytes=room.host_bytes,
         host_capacity_bytes=room.host_capacity_bytes,
+        copied_bytes=room.copied_bytes,
         correction=factor,
     )
 

@@ -149,18 +149,21 @@ gradient of what it picks and the result at once."""
 def mechanisms_of(choice: Choice) -> Mechanisms:
     """What torch's FSDP2, DDP, DTensor and pipelining do as allranks sets them up (law 7: float32 parameters)."""
     layout = choice.layout
-    return _mechanisms(choice.precision, layout.gather, layout.ddp_hook, layout.compile, layout.fully_sharded)
+    modes = layout.gather, layout.ddp_hook, layout.compile, layout.fully_sharded
+    return _mechanisms(choice.precision, choice.upkeep.state_values, *modes)
 
 
 @cache
-def _mechanisms(precision: str, gather_type: str, ddp_hook: str, compile_mode: str, fully_sharded: bool) -> Mechanisms:
+def _mechanisms(
+    precision: str, state_values: int, gather_type: str, ddp_hook: str, compile_mode: str, fully_sharded: bool
+) -> Mechanisms:
     lowered = precision != "float32" and precision != "float64"
     wide = 8.0 if precision == "float64" else 4.0
     gather = 2.0 if precision in GATHERED and gather_type != "float32" else wide
     return Mechanisms(
         weight_bytes=wide,
         gradient_bytes=wide,
-        optimizer_bytes=2 * wide,
+        optimizer_bytes=state_values * wide,  # train.ema's lie where the optimizer's do (stepping/ema.py)
         gather_bytes=gather,
         reduce_bytes=2.0 if ddp_hook in LOW else wide,
         reduces_to_all=not fully_sharded,

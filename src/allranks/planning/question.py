@@ -72,15 +72,30 @@ class Question:
     follows_length: bool = False
 
     def space(self) -> Space:
-        """What may be taken on the cluster. Raises LayoutError where the written layout does not fit its devices."""
+        """What may be taken on the cluster.
+
+        Raises:
+            LayoutError: the written layout does not fit its devices.
+            ConfigError: a micro-batch for a Task whose micro-steps are fixed, which training refuses, too.
+        """
         cluster, layout = self.cluster, None
         if self.layout is not None:
             layout = Layout.resolve(self.layout, cluster.num_devices, cluster.nodes)
         profiles = {precision: self.make_profile(self.seq, precision) for precision in self.precisions}
-        micro_steps = self.micro_steps or fixed_micro_steps(next(iter(profiles.values())))
+        micro_steps = self.fixed_micro_steps(next(iter(profiles.values())))
+        if micro_steps is not None and self.micro_batch is not None:
+            why = "it has micro_steps" if self.micro_steps else "its result depends on which samples share a forward"
+            raise ConfigError(
+                f"micro_batch {self.micro_batch}: the forwards of this task's step are fixed at {micro_steps}, because"
+                f" {why}: leave --micro-batch and train.micro_batch out, or give train.micro_steps another number"
+            )
         return Space(
             profiles, cluster, self.global_batch, self.micro_batch, self.modes, micro_steps, layout, self.upkeep
         )
+
+    def fixed_micro_steps(self, profile: ModelProfile) -> int | None:
+        """Forwards of a step where they are fixed, for a model of that profile."""
+        return self.micro_steps or fixed_micro_steps(profile)
 
     def on(self, cluster: Cluster) -> "Question":
         """The same on another cluster."""
@@ -118,11 +133,12 @@ def fixed_micro_steps(profile: ModelProfile) -> int | None:
     return 1 if profile.stateful or profile.coupled else None
 
 
-def choose_precisions(given: str | None, cluster: Cluster) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def choose_precisions(given: str | None, cluster: Cluster, source: str = "") -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The precisions that are open, and the note that says why.
 
     Args:
         given: as the user wrote it: a precision, several with commas, `any`, or None.
+        source: who says `given`, where it is not the user at this command.
 
     Raises:
         ConfigError: none of them is one that the device multiplies.
@@ -134,8 +150,15 @@ def choose_precisions(given: str | None, cluster: Cluster) -> tuple[tuple[str, .
         open_ones = tuple(name for name in named if name in rates)
         if not open_ones:
             device = cluster.device.name
-            raise ConfigError(f"precision {given}: {device} multiplies {', '.join(rates)}; name one of these, or any")
-        return open_ones, ()
+            whose = f", which {source} name" if source else ""
+            raise ConfigError(
+                f"precision {given}{whose}: {device} multiplies {', '.join(rates)}; name one of these, or any"
+            )
+        said = [f"precision {given}, because {source} name it"] if source else []
+        if given != "any" and (left := [name for name in named if name not in rates]):
+            what = f"precision {' and '.join(left)} left out"
+            said.append(f"{what}, because {cluster.device.name} multiplies {', '.join(rates)} alone")
+        return open_ones, tuple(said)
     for name in usual[:2]:
         if rates.get(name, 0.0) >= WORTH_LOWERING * rates.get("float32", 0.0):
             return (name,), (_say_precision(name, cluster),)

@@ -34,6 +34,7 @@ class Room:
     Attributes:
         memory: on the fullest rank; stages: (stage, memory) of every kind of stage.
         slack_bytes: of the peak, what the allocator holds beyond what is in use.
+        copied_bytes: of `host_bytes`, the copies of checkpoints.
     """
 
     memory: MemoryUse
@@ -43,6 +44,7 @@ class Room:
     slack_bytes: float
     host_bytes: float
     host_capacity_bytes: float | None
+    copied_bytes: float
 
     @property
     def fits(self) -> bool:
@@ -82,6 +84,7 @@ def room_under(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple[t
     capacity = usable_bytes(cluster.device)
     slack = slack_bytes(setting, memory, capacity)
     peak = memory.total + slack
+    copied = copy_bytes(parts.profile, cluster, setting)
     high = max(peak, MEMORY_HIGH * memory.total, min(PEAK_HIGH * peak, capacity))
     return Room(
         memory=memory,
@@ -89,21 +92,21 @@ def room_under(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple[t
         peak_bytes=Span(MEMORY_LOW * memory.total, peak, high),
         capacity_bytes=capacity,
         slack_bytes=slack,
-        host_bytes=_host_bytes(cluster, setting, parts, layers),
+        host_bytes=_moved_bytes(cluster, setting, parts, layers) + copied,
         host_capacity_bytes=host_capacity_bytes(cluster),
+        copied_bytes=copied,
     )
 
 
-def _host_bytes(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple[tuple[int, ...], ...]) -> float:
-    """With a checkpoint's copy.
+def _moved_bytes(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple[tuple[int, ...], ...]) -> float:
+    """What offload keeps in the host.
 
     Of a node whose devices all are of the first stage, which has the most micro-steps under way, or of the last.
     """
-    copied = copy_bytes(parts.profile, cluster, setting)
     if setting.offload == "none":
-        return copied
+        return 0.0
     kept = max(host_cost(cluster, setting, parameters_of(parts, held)).kept_bytes for held in (layers[0], layers[-1]))
     if moves(setting):
         times = under_way(setting.schedule, 0, setting.pp, setting.chunks, setting.micro_steps)
         kept += host_bytes(parts.profile, parts.costs, layers[0], times * setting.mechanisms.offloaded_share)
-    return cluster.devices_per_node * kept + copied
+    return cluster.devices_per_node * kept

@@ -50,11 +50,11 @@ def checkpoint_seconds(profile: ModelProfile, cluster: Cluster, setting: Setting
     every, rate = setting.upkeep.save_every, cluster.storage_bandwidth
     if not every:
         return 0.0
-    state_bytes = _state_bytes(profile, setting)
-    written = state_bytes / cluster.nodes / rate if rate else 0.0
+    whole = state_bytes(profile, setting)
+    written = whole / cluster.nodes / rate if rate else 0.0
     if not setting.upkeep.beside:
         return written / every
-    return (_copy_seconds(cluster, state_bytes) + max(0.0, written - every * step_seconds)) / every
+    return (_copy_seconds(cluster, whole) + max(0.0, written - every * step_seconds)) / every
 
 
 def copy_bytes(profile: ModelProfile, cluster: Cluster, setting: Setting) -> float:
@@ -67,18 +67,19 @@ def copy_bytes(profile: ModelProfile, cluster: Cluster, setting: Setting) -> flo
     copies = upkeep.state_copies or int(upkeep.beside and (upkeep.save_every > 0 or upkeep.save_seconds > 0))
     if upkeep.state_copies and cluster.nodes > 1:
         copies += 2  # of the two that are there at a time, each file is on two hosts (checkpointing/peers.py)
-    return copies * _state_bytes(profile, setting) / cluster.nodes
+    return copies * state_bytes(profile, setting) / cluster.nodes
 
 
-def _state_bytes(profile: ModelProfile, setting: Setting) -> float:
+def state_bytes(profile: ModelProfile, setting: Setting) -> float:
+    """What a checkpoint holds: parameters, and what is kept for trained ones, each once (checkpointing/stage.py)."""
     trained = 0 if setting.frozen else profile.trained_parameters
     how = setting.mechanisms
     return profile.parameters * how.weight_bytes + trained * how.optimizer_bytes
 
 
-def _copy_seconds(cluster: Cluster, state_bytes: float) -> float:
+def _copy_seconds(cluster: Cluster, whole: float) -> float:
     """Of each process's share into the host's memory; there already it is read and written."""
-    share = state_bytes / cluster.num_devices
+    share = whole / cluster.num_devices
     if cluster.device.kind == "cpu":
         return 2 * share / cluster.device.memory_bandwidth
     return share / cluster.host_bandwidth if cluster.host_bandwidth else 0.0

@@ -102,7 +102,8 @@ def find_failures(text: str) -> tuple[FailureModel, tuple[str, ...]]:
     if text in NAMED:
         return NAMED[text], (ASSUMED,)
     if text.endswith(".toml"):
-        return read_failures(Path(text)), ()
+        file = _read(Path(text))
+        return _model_of(file, Path(text)), _left_out(file, text)
     try:
         rate = float(text)
     except ValueError:
@@ -119,26 +120,49 @@ def find_failures(text: str) -> tuple[FailureModel, tuple[str, ...]]:
 
 def read_failures(path: Path) -> FailureModel:
     """A failure model from a file. Raises ConfigError with file, key and what is wrong."""
+    return _model_of(_read(path), path)
+
+
+def _read(path: Path) -> _File:
     try:
         values = read_toml(path)
     except ConfigError as error:
         raise ConfigError(f"--failures {error}") from None
     try:
-        found = _File.model_validate(values)
+        return _File.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"--failures {path}: {place}: {first['msg']}") from None
-    slow = found.stragglers or _StragglerTable(per_1000_node_days=0)
+
+
+def _left_out(file: _File, path: str) -> tuple[str, ...]:
+    """What a file does not say and counts, and what it says without effect: one line each."""
+    silent = [one for one in file.component if "repair_hours" not in one.model_fields_set and one.scope != "process"]
+    said = [f"repair_hours = {silent[0].repair_hours:g} ({', '.join(one.name for one in silent)})"] if silent else []
+    if "rack_nodes" not in file.model_fields_set and any(one.scope == "rack" for one in file.component):
+        said.append(f"rack_nodes = {file.rack_nodes}")
+    if (slow := file.stragglers) is not None:
+        keys = [key for key in ("slowdown", "hours") if key not in slow.model_fields_set]
+        said += [f"stragglers.{key} = {getattr(slow, key):g}" for key in keys]
+    idle = [one.name for one in file.component if one.scope == "process" and "repair_hours" in one.model_fields_set]
+    found = [f"{', '.join(said)}, which is assumed, because {path} does not say"] if said else []
+    if idle:
+        found.append(f"repair_hours of {', '.join(idle)} has no effect, because what ends a process leaves its node")
+    return tuple(found)
+
+
+def _model_of(file: _File, path: Path) -> FailureModel:
+    slow = file.stragglers or _StragglerTable(per_1000_node_days=0)
     return FailureModel(
         path.stem,
         tuple(
             Component(one.name, one.per_1000_node_days, Scope[one.scope.upper()], one.repair_hours * HOUR)
-            for one in found.component
+            for one in file.component
         ),
-        rack_nodes=found.rack_nodes,
+        rack_nodes=file.rack_nodes,
         stragglers_per_1000_node_days=slow.per_1000_node_days,
         straggler_slowdown=slow.slowdown,
         straggler_seconds=slow.hours * HOUR,
-        source=found.source or str(path),
+        source=file.source or str(path),
     )

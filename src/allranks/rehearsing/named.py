@@ -74,14 +74,15 @@ class Named(Task):
             "num_heads": shape.heads,
             "max_seq": shape.seq,
             "tied": shape.tied,
+            "chunk": self.chunk or None,
         }
         if kind is GPT:
-            return GPT(**sizes, ffn=shape.ffn, chunk=self.chunk or None)
+            return GPT(**sizes, ffn=shape.ffn)
         sizes |= {"num_kv_heads": shape.num_kv_heads, "head_dim": shape.dim}
         if kind is MoETransformer:
             width = shape.expert_ffn or shape.ffn
             return MoETransformer(**sizes, num_experts=shape.experts, top_k=shape.top_k, ffn=width)
-        return Transformer(**sizes, ffn=shape.ffn, chunk=self.chunk or None)
+        return Transformer(**sizes, ffn=shape.ffn)
 
     def dataset(self, split: str) -> Any:
         """Tokens without meaning."""

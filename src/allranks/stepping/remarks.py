@@ -14,7 +14,7 @@ from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.start_check import Meeting
 from allranks.stepping.transfer_cost import describe_transfers
-from allranks.task import Task, has_step
+from allranks.task import Task, has_optimizer, has_step
 from allranks.units import format_seconds
 from allranks.verdict import Decision
 
@@ -103,7 +103,7 @@ def _describe_cut(cut: Cut, spread: Spread, config: Config) -> tuple[Decision, .
 def _unused(task: Task, config: Config) -> tuple[Decision, ...]:
     """What was given and has no effect with this Task, said instead of ignored."""
     found = []
-    if type(task).optimizer is not Task.optimizer:
+    if has_optimizer(task):
         given, usual = config.optimizer.model_dump(), OptimizerConfig().model_dump()
         names = ", ".join(f"optimizer.{name}" for name, value in given.items() if value != usual[name])
         if names:

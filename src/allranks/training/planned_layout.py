@@ -27,6 +27,7 @@ from allranks.planning.reasons import why_not
 from allranks.profiling.known_tasks import KnownTask, find_known
 from allranks.request import TrainRequest
 from allranks.stepping.upkeep import upkeep_of
+from allranks.task import has_optimizer
 from allranks.training.counted_parameters import device_untouched
 from allranks.training.like_this_machine import like_this_machine
 from allranks.training.prepare import Prepared, prepare, resolve_layout
@@ -197,7 +198,7 @@ def _question(prepared: Prepared, cluster: Cluster, known: KnownTask) -> Questio
         precisions=_precisions(prepared, cluster),
         micro_batch=config.train.micro_batch,
         micro_steps=config.train.micro_steps or (1 if task.coupled else None),
-        upkeep=upkeep_of(config, device, known),
+        upkeep=upkeep_of(config, device, known, own_optimizer=has_optimizer(task)),
         modes={
             name: str(getattr(config.layout, name))
             for name in MODES
