@@ -109,14 +109,17 @@ def test_a_death_is_told_from_other_errors() -> None:
 
 @pytest.fixture
 def foreground() -> Iterator[None]:
-    """Ctrl-C as it is in a terminal: what runs in the background of a shell ignores it, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Signals as they are in a terminal: what runs in a shell's background ignores Ctrl-C, and its children do; SIGHUP
+    is ignored under nohup.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGHUP, before[1])
 
 
 @pytest.mark.usefixtures("foreground")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_to_the_process_group_leave_the_workers_to_the_loop(number: signal.Signals) -> None:
     """Ctrl-C and a scheduler's SIGTERM reach every process, and the loop still has a step to finish and to save."""
     with Loader(DataStream(list(range(60)), cut=Cut(4), epochs=1), workers=1) as loader:

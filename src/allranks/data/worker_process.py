@@ -92,9 +92,9 @@ def _few(indices: list[int]) -> str:
 def guard(parent: int, tied: bool, _worker: int) -> None:
     """Makes a worker process live exactly as long as its parent needs it (torch calls this first in each).
 
-    Ctrl-C, and a SIGTERM or SIGUSR1 sent to the whole process group, are the loop's to answer: it finishes its step and
-    saves, for which it needs its workers. So a worker ends by SIGTERM only if its parent sent it; and when its parent
-    is gone.
+    Ctrl-C, a closed terminal, and a SIGTERM or SIGUSR1 sent to the whole process group are the loop's to answer: it
+    finishes its step and saves, for which it needs its workers. So a worker ends by SIGTERM only if its parent sent it;
+    and when its parent is gone.
 
     Args:
         parent: its process.
@@ -104,7 +104,7 @@ def guard(parent: int, tied: bool, _worker: int) -> None:
     _release_gpus()
     if tied and sys.platform == "linux":
         die_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # Not on macOS: there a worker dies of any SIGTERM.
     who = getattr(signal, "sigtimedwait", None)
