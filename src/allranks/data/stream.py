@@ -72,7 +72,8 @@ class DataStream:
         self.num_samples: int | None = None
         # The length of a dataset that shards itself could be its part's or the whole's: nobody knows.
         if self.order != "sharded" and callable(getattr(dataset, "__len__", None)):
-            self.num_samples = checked_len(dataset, cut.global_batch, allow_small=allow_small)
+            if self.order == "map" or _tells_length(dataset):
+                self.num_samples = checked_len(dataset, cut.global_batch, allow_small=allow_small)
         for name, value in (("epochs", epochs), ("steps", steps)):
             if value is not None and value < 0:
                 raise ConfigError(f"train.{name}={value}, but it cannot be negative")
@@ -271,6 +272,15 @@ def declared_order(dataset: Any) -> Order:
         'of it (exact: each keeps its own samples), or `order = "sharded"` if it gives each process a part of its own '
         "(coverage only)"
     )
+
+
+def _tells_length(dataset: Any) -> bool:
+    """Whether an iterable dataset with a `__len__` can say it: torch's ChainDataset has one for parts that have."""
+    try:
+        len(dataset)
+    except (TypeError, NotImplementedError):  # as for Python's own list(dataset)
+        return False
+    return True
 
 
 def checked_len(dataset: Any, global_batch: int, *, allow_small: bool = False) -> int:
