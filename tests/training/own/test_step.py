@@ -408,6 +408,26 @@ def test_an_average_follows_the_steps_and_goes_on_after_a_resume(pool: Pools, tm
     assert all(torch.equal(resumed[name], value) for name, value in expected.items())
 
 
+def test_nothing_is_saved_or_trained_of_a_model_that_has_the_averages(tmp_path: Path) -> None:
+    """A checkpoint had parameters and averages exchanged."""
+    found = []
+    with allranks.join(precision="float64", run=tmp_path / "run") as world:
+        model = world.parallelize(built(7))
+        optimizer = world.optimizer(model, sgd)
+        average = world.ema(model, decay=0.5)
+        stream = world.stream(Samples(), global_batch=10, steps=1)
+        world.resume(model, optimizer, stream)
+        for batch in stream:
+            good(world, model, optimizer, batch)
+            with average.in_place():
+                found = [refusal(world.save), refusal(lambda: average.in_place().__enter__())]
+                found.append(refusal(average.update))
+    assert [one.partition(", and is not ")[2] for one in found] == [
+        f"{what}: leave it first" for what in ("saved", "averaged again", "trained")
+    ]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000001"]
+
+
 def test_an_average_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with allranks.join(run=tmp_path / "run") as world:
         model = world.parallelize(Net())
