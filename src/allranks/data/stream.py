@@ -287,7 +287,8 @@ def checked_len(dataset: Any, global_batch: int, *, allow_small: bool = False) -
     """Samples of a map-style dataset. Raises DataError where there is none, or not one global batch of them."""
     size, name = len(dataset), type(dataset).__name__
     if size == 0:
-        raise DataError(f"{name} is empty: it has 0 samples, and train.global_batch is {global_batch}")
+        needed = "" if allow_small else f", and train.global_batch is {global_batch}"
+        raise DataError(f"{name} is empty: it has 0 samples{needed}")
     if size < global_batch and not allow_small:
         raise DataError(
             f"{name} has {size} samples, fewer than train.global_batch({global_batch}): "
