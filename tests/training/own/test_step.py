@@ -104,6 +104,28 @@ def test_every_wrong_line_is_refused_in_words(pool: Pools, tmp_path: Path) -> No
         assert "\n" not in found[name]
 
 
+@pytest.mark.parametrize("layout", ["ddp", "dp_shard=2"])
+def test_gradients_that_are_dropped_before_the_step_make_no_step(pool: Pools, layout: str) -> None:
+    """It updated nothing and said that it had."""
+
+    def case() -> str:
+        with allranks.join(layout, precision="float64") as world:
+            model = world.parallelize(built(7))
+            optimizer = world.optimizer(model, sgd)
+            for batch in world.stream(Samples(), global_batch=10, steps=1):
+                world.backward(loss_of(model, batch), targets=count(batch))
+                kept = {parameter: parameter.grad for parameter in model.parameters()}
+                optimizer.zero_grad()
+                found = refusal(lambda: world.step(optimizer))
+                for parameter, gradient in kept.items():
+                    parameter.grad = gradient
+                assert not found or world.step(optimizer)
+                return found
+        return "no batch"
+
+    assert all("leave out optimizer.zero_grad(), world.step does it" in found for found in pool(2).run(case))
+
+
 def test_a_call_outside_of_the_loop(pool: Pools) -> None:
     def case() -> list[str]:
         with allranks.join(precision="float64") as world:
