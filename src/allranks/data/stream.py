@@ -71,9 +71,8 @@ class DataStream:
         self._resumed = (0, 0)  # (steps, samples fed) where this run began: see continue_at
         self.num_samples: int | None = None
         # The length of a dataset that shards itself could be its part's or the whole's: nobody knows.
-        if self.order != "sharded" and callable(getattr(dataset, "__len__", None)):
-            if self.order == "map" or _tells_length(dataset):
-                self.num_samples = checked_len(dataset, cut.global_batch, allow_small=allow_small)
+        if self.order == "map" or (self.order == "global" and _tells_length(dataset)):
+            self.num_samples = checked_len(dataset, cut.global_batch, allow_small=allow_small)
         for name, value in (("epochs", epochs), ("steps", steps)):
             if value is not None and value < 0:
                 raise ConfigError(f"train.{name}={value}, but it cannot be negative")
@@ -275,7 +274,9 @@ def declared_order(dataset: Any) -> Order:
 
 
 def _tells_length(dataset: Any) -> bool:
-    """Whether an iterable dataset with a `__len__` can say it: torch's ChainDataset has one for parts that have."""
+    """Whether an iterable dataset has a `__len__` that can say it: torch's ChainDataset has one for parts that have."""
+    if not callable(getattr(dataset, "__len__", None)):
+        return False
     try:
         len(dataset)
     except (TypeError, NotImplementedError):  # as for Python's own list(dataset)

@@ -21,8 +21,8 @@ class StopRequests:
     """The requests of this process since `install`; a context manager that puts the old handlers back.
 
     Ctrl-C reaches a worker twice, from the terminal and from its agent; so a second one is not counted here. The agent
-    counts, and kills. A process `alone` has no agent: there the second request ends it at once, without saving. SIGHUP is
-    never the second: a terminal that is closed sends it twice, itself and by its shell.
+    counts, and kills. A process `alone` has no agent: there the second request ends it at once, without saving. SIGHUP
+    is never the second: a terminal that is closed sends it twice, itself and by its shell.
     """
 
     def __init__(self, *, alone: bool) -> None:

@@ -405,7 +405,11 @@ def test_numbers_of_the_users_stand_in_the_line_of_their_step(pool: Pools, tmp_p
     ]
     assert all(step["loss"] < 100 for step in run.steps())
     (evaluation,) = [event for event in run.events() if event["event"] == "evaluation"]
-    assert (evaluation["step"], evaluation["samples"], evaluation["metrics"]) == (4, 37, {"accuracy": 0.5, "right": 3.0})
+    assert (evaluation["step"], evaluation["samples"], evaluation["metrics"]) == (
+        4,
+        37,
+        {"accuracy": 0.5, "right": 3.0},
+    )
 
 
 def test_the_journal_tells_what_a_task_s_does(pool: Pools, tmp_path: Path) -> None:
