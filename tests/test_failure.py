@@ -48,6 +48,8 @@ def raised(error: BaseException) -> BaseException:
         (SystemExit(0), 1, "sys.exit(0)", True, False),
         (SystemExit(75), 1, "sys.exit(75)", True, False),
         (SystemExit(76), 76, "sys.exit(76)", True, False),
+        (SystemExit(78), 1, "sys.exit(78)", True, False),  # no refusal of ours
+        (SystemExit(93), 1, "sys.exit(93)", True, False),
         (RuntimeError("[gloo] Connection closed by peer [::1]:7"), 76, "closed by peer", True, True),
         (RuntimeError("[gloo] Read error [10.0.0.2]:7: No route to host"), 76, "No route", True, True),
         (RuntimeError("[gloo] Read error [10.0.0.2]:7: Connection timed out"), 76, "timed out", True, True),

@@ -171,8 +171,7 @@ def describe_error(error: BaseException, rank: int, step: int | None = None) -> 
     if isinstance(error, KeyboardInterrupt):
         return replace(failure, exit_code=INTERRUPTED, message="stopped by Ctrl-C")
     if isinstance(error, SystemExit):
-        code = error.code if error.code in KNOWN_CODES and error.code not in CLAIMS else RAISED
-        assert isinstance(code, int)
+        code = TRANSIENT if error.code == TRANSIENT else RAISED  # of the other codes we alone know the meaning
         given = "" if error.code is None else repr(error.code)
         message = f"the user's code ended the process{_after(step)}: sys.exit({given})"
         frames = "".join(traceback.format_tb(without_our_frames(error).__traceback__))

@@ -1,6 +1,7 @@
 """Files of other programs: tensors come in, code does not."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,18 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as told:
             read_foreign(path, key)
         assert words in str(told.value) and "\n" not in str(told.value), path
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of its quantized tensors
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: torch.ones(2).to_sparse(), "torch.sparse_coo"),
+        (lambda: torch.ones(2, device="meta"), "without values"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
+    ],
+)
+def test_what_is_no_plain_tensor_is_named(tmp_path: Path, make: Callable[[], torch.Tensor], said: str) -> None:
+    torch.save({"weight": torch.ones(2), "scale": make()}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=f"scale is {said}, and a checkpoint holds plain tensors"):
+        read_foreign(tmp_path / "a.pt")

@@ -246,3 +246,17 @@ def test_global_order_reads_over_what_is_left_out(num_ranks: int, position: int)
     kept = [p for p in range(position, 30) if p not in (8, 9, 10, 11, 12, 13, 18)]
     assert sorted(triple for steps in ranks for triple in fed(steps)) == [(p, p % 10, p % 10) for p in kept]
     assert [(plan.position, plan.left_out) for plan, _ in ranks[0]][-3:] == [(19, 7), (23, 7), (27, 7)]
+
+
+def test_a_length_that_a_dataset_cannot_say_is_unknown() -> None:
+    """torch's ChainDataset has a `__len__` that needs those of its parts."""
+    chain = torch.utils.data.ChainDataset([Numbers(5, "global"), Numbers(4, "global")])
+    chain.order = "global"  # type: ignore[attr-defined]
+    stream = DataStream(chain, cut=Cut(4), epochs=1)
+    assert stream.num_samples is None
+    assert [item for _, micro_steps in stream.read(False) for items in micro_steps for item in items] == [
+        *range(5), *range(4)
+    ]  # fmt: skip
+    measured = torch.utils.data.ChainDataset([Measured(5, "global"), Measured(4, "global")])
+    measured.order = "global"  # type: ignore[attr-defined]
+    assert DataStream(measured, cut=Cut(4), epochs=1).num_samples == 9

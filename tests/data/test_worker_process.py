@@ -18,6 +18,7 @@ from allranks.data.cut import Cut
 from allranks.data.loader import Loader
 from allranks.data.stream import DataStream
 from allranks.data.worker_process import ItemFetcher, collate_noted, worker_death
+from allranks.errors import DataError
 
 
 class Rows(torch.utils.data.Dataset[int]):
@@ -78,6 +79,48 @@ def test_an_error_says_which_sample(draw_seed: int | None, note: str) -> None:
     assert caught.value.__notes__ == [note]
 
 
+class Ending(torch.utils.data.Dataset[int]):
+    """Its sample 13 asks an iterator for more than it has."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        return next(iter(())) if index == 13 else index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("draws", [False, True])
+def test_an_items_stop_iteration_is_no_end(workers: int, draws: bool) -> None:
+    """The sample was missing in its batch, or the data ended there."""
+    stream = DataStream(Ending(), cut=Cut(4), epochs=1, shuffle=False)
+    with Loader(stream, workers=workers, draws=draws) as loader:
+        for _ in range(3):
+            next(loader)
+        with pytest.raises(RuntimeError, match="StopIteration was raised") as caught:
+            next(loader)
+    told = str(caught.value) + " ".join(getattr(caught.value, "__notes__", []))
+    assert "while loading sample 13 (position 13) of Ending" in told
+
+
+def test_a_collates_stop_iteration_is_no_end() -> None:
+    def collate(items: list[int]) -> int:
+        return next(iter(items[:0]))
+
+    with pytest.raises(RuntimeError, match="StopIteration was raised") as caught:
+        collate_noted(collate, [1, 2], 7)
+    assert caught.value.__notes__ == ["allranks: while collating 2 samples (positions 7 to 8)"]
+
+
+def test_fewer_items_than_were_asked_for_are_refused() -> None:
+    class Filtered(Rows):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [index for index in indices if index != 2]
+
+    with pytest.raises(DataError, match=r"^Filtered.__getitems__ returned 2 items for 3 indices$"):
+        ItemFetcher(Filtered(), list, None, 20)[4, [3, 1, 2]]
+
+
 @pytest.mark.parametrize("first", [4, 24])
 def test_a_collates_numbers_depend_on_seed_and_position_alone(first: int) -> None:
     """Positions count on over the epochs, so an epoch's batches differ from the last one's."""
@@ -109,14 +152,17 @@ def test_a_death_is_told_from_other_errors() -> None:
 
 @pytest.fixture
 def foreground() -> Iterator[None]:
-    """Ctrl-C as it is in a terminal: what runs in the background of a shell ignores it, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Signals as they are in a terminal: what runs in a shell's background ignores Ctrl-C, and its children do; SIGHUP
+    is ignored under nohup.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGHUP, before[1])
 
 
 @pytest.mark.usefixtures("foreground")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_to_the_process_group_leave_the_workers_to_the_loop(number: signal.Signals) -> None:
     """Ctrl-C and a scheduler's SIGTERM reach every process, and the loop still has a step to finish and to save."""
     with Loader(DataStream(list(range(60)), cut=Cut(4), epochs=1), workers=1) as loader:

@@ -83,6 +83,20 @@ def test_gradients_that_cannot_be_reduced_are_refused(build: Any, message: str) 
     spread(lambda: build().requires_grad_(False))
 
 
+@pytest.mark.parametrize(
+    ("build", "name"), [(lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight"), (nn.LazyBatchNorm1d, "weight")]
+)
+def test_a_lazy_module_is_refused_until_it_knows_its_shapes(build: Any, name: str) -> None:
+    with pytest.raises(TaskError, match=f"^{name} has no shape yet, for it belongs to a lazy module: call the model"):
+        spread(build)
+
+
+def test_a_lazy_module_that_was_called_is_none() -> None:
+    module = nn.Sequential(nn.LazyLinear(2))
+    module(torch.zeros(1, 3))
+    spread(lambda: module)
+
+
 def refusal(build: Any, layout: Layout) -> str:
     """What a worker says to this."""
     try:

@@ -95,6 +95,11 @@ def test_what_is_no_optimizer_is_refused(made: Any) -> None:
         optimizers(lambda: nn.Linear(2, 2), lambda parameters: made)
 
 
+def test_one_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"^LBFGS.step\(\) needs a closure, and a step is made once"):
+        optimizers(lambda: nn.Linear(2, 2), torch.optim.LBFGS)
+
+
 def test_a_parameter_left_out_is_named() -> None:
     with pytest.raises(TaskError, match=r"leaves out 1 trainable parameter\(s\), first 'bias'"):
         optimizers(lambda: nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters[:1]))

@@ -41,6 +41,17 @@ def test_the_first_is_noted_and_the_second_is_urgent(number: signal.Signals, fir
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.parametrize("before", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_a_terminal_that_is_closed_is_no_second_request(before: signal.Signals) -> None:
+    """Its SIGHUP comes twice, of itself and of the shell that it closes; a session's end sends it after SIGTERM."""
+    with Interrupts(lambda: None) as interrupts:
+        for number in (before, signal.SIGHUP, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert not interrupts.urgent
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.urgent
+
+
 def test_outside_the_main_thread_nothing_is_taken_over() -> None:
     before = signal.getsignal(signal.SIGINT)
     found = []

@@ -6,10 +6,13 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from allranks.training.stop import StopRequests
 
 ALONE = """
 import os, signal, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the parent ignores
 from allranks.training.stop import StopRequests
 stops = StopRequests.install(alone={alone})
 signals = [signal.{first}, signal.{second}]
@@ -31,10 +34,26 @@ def test_a_signal_is_noted_and_interrupts_nothing() -> None:
         assert stops.requested() == "SIGTERM"
 
 
-def test_a_schedulers_warning_reads_as_sigterm() -> None:
-    with StopRequests.install() as stops:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert (stops.seen(), stops.requested()) == ((False, True), "SIGUSR1")
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_a_schedulers_warning_and_a_closed_terminal_read_as_sigterm(number: signal.Signals) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever this process's parent ignores
+    try:
+        with StopRequests.install() as stops:
+            os.kill(os.getpid(), number)
+            assert (stops.seen(), stops.requested()) == ((False, True), number.name)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_under_nohup_a_closed_terminal_is_no_request() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequests.install() as stops:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stops.requested() is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_old_handlers_come_back() -> None:
@@ -79,6 +98,11 @@ def test_alone_the_second_request_means_now() -> None:
     assert run(True, "SIGINT", "SIGINT") == (130, ["SIGINT (True, False)", ""])
     assert run(True, "SIGTERM", "SIGTERM") == (76, ["SIGTERM (False, True)", ""])
     assert run(True, "SIGUSR1", "SIGTERM") == (76, ["SIGUSR1 (False, True)", ""])
+
+
+def test_alone_a_closed_terminal_is_never_the_second_request() -> None:
+    assert run(True, "SIGHUP", "SIGHUP") == (0, ["SIGHUP (False, True)", "SIGHUP (False, True)", ""])
+    assert run(True, "SIGHUP", "SIGTERM") == (76, ["SIGHUP (False, True)", ""])
 
 
 def test_with_an_agent_the_second_request_changes_nothing() -> None:

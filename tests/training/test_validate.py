@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from allranks.errors import DataError
+from allranks.run import Run
 from allranks.training.validate import validate
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, initial_model, parts_of, session_of
+from tests.training.runs import start
 from tests.training.tasks import Curve, Gan, Normed, Streamed, points
 
 SMALL = ("train.global_batch=5",)
@@ -59,3 +62,27 @@ def test_nothing_is_measured_where_there_is_nothing() -> None:
 def test_statistics_and_counters_stay_as_they_were(tmp_path: Path) -> None:
     found, unchanged = validated(Normed(), "single", *SMALL)
     assert unchanged and set(found) == {"loss", "accuracy"}
+
+
+UNFIT = """
+from tests.training.runs import start
+from tests.training.tasks import Counted, Curve
+
+class Unfit(Curve):
+    what: str = "empty"
+
+    def dataset(self, split):
+        if split == "train":
+            return super().dataset(split)
+        return [] if self.what == "empty" else Counted("sharded", 13)
+"""
+
+
+@pytest.mark.parametrize(("what", "said"), [("empty", "list is empty"), ("sharded", 'declares order="sharded"')])
+def test_a_split_that_cannot_be_measured_is_told_before_the_first_step(tmp_path: Path, what: str, said: str) -> None:
+    (tmp_path / "unfit.py").write_text(UNFIT)
+    task, settings = f"{tmp_path / 'unfit.py'}:Unfit", ("train.steps=3", f"task.what={what}")
+    with pytest.raises(DataError, match=rf'^dataset\("validation"\): .*{said}'):
+        start(task, tmp_path / "run", *settings)
+    assert not Run.open(tmp_path / "run").steps()
+    assert start(task, tmp_path / "never", *settings, "evaluate.every=0") == 0

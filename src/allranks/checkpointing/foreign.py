@@ -55,6 +55,10 @@ def read_foreign(path: Path, key: str | None = None) -> tuple[dict[str, torch.Te
         if model and all(name.startswith(wrapper) for name in model):
             model = {name.removeprefix(wrapper): tensor for name, tensor in model.items()}
             said.append(f"'{wrapper}' is left out before every name")
+    for name, tensor in model.items():
+        if tensor.is_quantized or tensor.is_meta or tensor.layout is not torch.strided:
+            kind = "quantized" if tensor.is_quantized else "without values" if tensor.is_meta else str(tensor.layout)
+            raise CheckpointError(f"{path}: {name} is {kind}, and a checkpoint holds plain tensors: save it as one")
     return model, tuple(said)
 
 

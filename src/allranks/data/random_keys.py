@@ -112,12 +112,13 @@ def last_key() -> int:
 
 @contextmanager
 def generators_kept(module: nn.Module | None = None) -> Iterator[None]:
-    """What is drawn inside, from the generators that `seed_all` seeds, is no draw of the caller's.
+    """What is drawn inside, from the generators that `seed_all` seeds, is no draw of the caller's; nor is a key there.
 
     Args:
         module: those of the devices on which its parameters are, too.
     """
-    plain, arrays = random.getstate(), np.random.get_state()
+    global _last_key  # noqa: PLW0603 as in seed_all
+    plain, arrays, key = random.getstate(), np.random.get_state(), _last_key
     devices = set(cuda_devices())
     parameters = () if module is None else module.parameters()
     devices |= {parameter.device.index for parameter in parameters if parameter.is_cuda}
@@ -127,3 +128,4 @@ def generators_kept(module: nn.Module | None = None) -> Iterator[None]:
     finally:
         random.setstate(plain)
         np.random.set_state(arrays)
+        _last_key = key

@@ -71,7 +71,7 @@ class DataStream:
         self._resumed = (0, 0)  # (steps, samples fed) where this run began: see continue_at
         self.num_samples: int | None = None
         # The length of a dataset that shards itself could be its part's or the whole's: nobody knows.
-        if self.order != "sharded" and callable(getattr(dataset, "__len__", None)):
+        if self.order == "map" or (self.order == "global" and _tells_length(dataset)):
             self.num_samples = checked_len(dataset, cut.global_batch, allow_small=allow_small)
         for name, value in (("epochs", epochs), ("steps", steps)):
             if value is not None and value < 0:
@@ -273,11 +273,23 @@ def declared_order(dataset: Any) -> Order:
     )
 
 
+def _tells_length(dataset: Any) -> bool:
+    """Whether an iterable dataset has a `__len__` that can say it: torch's ChainDataset has one for parts that have."""
+    if not callable(getattr(dataset, "__len__", None)):
+        return False
+    try:
+        len(dataset)
+    except (TypeError, NotImplementedError):  # as for Python's own list(dataset)
+        return False
+    return True
+
+
 def checked_len(dataset: Any, global_batch: int, *, allow_small: bool = False) -> int:
     """Samples of a map-style dataset. Raises DataError where there is none, or not one global batch of them."""
     size, name = len(dataset), type(dataset).__name__
     if size == 0:
-        raise DataError(f"{name} is empty: it has 0 samples, and train.global_batch is {global_batch}")
+        needed = "" if allow_small else f", and train.global_batch is {global_batch}"
+        raise DataError(f"{name} is empty: it has 0 samples{needed}")
     if size < global_batch and not allow_small:
         raise DataError(
             f"{name} has {size} samples, fewer than train.global_batch({global_batch}): "

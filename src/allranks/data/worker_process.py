@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from allranks.data.random_keys import collate_key, item_key, seed_all
-from allranks.errors import ProcessError
+from allranks.errors import DataError, ProcessError
 from allranks.lifeline import die_with_parent
 
 _DEATH = re.compile(r"DataLoader worker \(pid")
@@ -56,10 +56,16 @@ class ItemFetcher:
             elif self._items_at_once is not None:
                 items = self._items_at_once(indices)
             else:
-                items.extend(map(self.dataset.__getitem__, indices))
+                for index in indices:  # no map(), which takes an item's StopIteration for its own end
+                    items.append(self.dataset[index])
+        except StopIteration as error:
+            raise _no_end(f"while loading {self._which(first, indices, len(items))}") from error
         except Exception as error:
             error.add_note(f"allranks: while loading {self._which(first, indices, len(items))}")
             raise
+        if len(items) != len(indices):
+            name = type(self.dataset).__name__
+            raise DataError(f"{name}.__getitems__ returned {len(items)} items for {len(indices)} indices")
         return collate_noted(self.collate, items, first, self.collate_seed)
 
     def _which(self, first: int, indices: list[int], place: int) -> str:
@@ -79,10 +85,18 @@ def collate_noted(collate: Collate, items: list[Any], first: int, collate_seed: 
     try:
         return collate(items)
     except Exception as error:
-        error.add_note(
-            f"allranks: while collating {len(items)} samples (positions {first} to {first + len(items) - 1})"
-        )
+        where = f"while collating {len(items)} samples (positions {first} to {first + len(items) - 1})"
+        if isinstance(error, StopIteration):
+            raise _no_end(where) from error
+        error.add_note(f"allranks: {where}")
         raise
+
+
+def _no_end(where: str) -> RuntimeError:
+    """What StopIteration becomes, as in a generator (PEP 479): a loop over batches would take it for the data's end."""
+    error = RuntimeError("StopIteration was raised, as by next() of an iterator that has no more")
+    error.add_note(f"allranks: {where}")
+    return error
 
 
 def _few(indices: list[int]) -> str:
@@ -92,9 +106,9 @@ def _few(indices: list[int]) -> str:
 def guard(parent: int, tied: bool, _worker: int) -> None:
     """Makes a worker process live exactly as long as its parent needs it (torch calls this first in each).
 
-    Ctrl-C, and a SIGTERM or SIGUSR1 sent to the whole process group, are the loop's to answer: it finishes its step and
-    saves, for which it needs its workers. So a worker ends by SIGTERM only if its parent sent it; and when its parent
-    is gone.
+    Ctrl-C, a closed terminal, and a SIGTERM or SIGUSR1 sent to the whole process group are the loop's to answer: it
+    finishes its step and saves, for which it needs its workers. So a worker ends by SIGTERM only if its parent sent it;
+    and when its parent is gone.
 
     Args:
         parent: its process.
@@ -104,7 +118,7 @@ def guard(parent: int, tied: bool, _worker: int) -> None:
     _release_gpus()
     if tied and sys.platform == "linux":
         die_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # Not on macOS: there a worker dies of any SIGTERM.
     who = getattr(signal, "sigtimedwait", None)

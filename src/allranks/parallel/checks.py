@@ -44,7 +44,13 @@ def _convert(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def check_kinds(module: nn.Module) -> None:
-    """Only dense, real gradients can be reduced, clipped and cut alike."""
+    """Only dense, real gradients of known shapes can be reduced, clipped and cut alike."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            raise TaskError(
+                f"{name} has no shape yet, for it belongs to a lazy module: call the model on a sample before it is "
+                "handed over, or say how many features it has"
+            )
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
             kind = str(parameter.dtype).removeprefix("torch.")

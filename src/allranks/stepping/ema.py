@@ -17,6 +17,7 @@ from typing import final
 import torch
 from torch.distributed.tensor import DTensor
 
+from allranks.errors import TaskError
 from allranks.parallel.spread import Spread
 from allranks.parameter_map import Entry
 from allranks.verdict import Decision
@@ -43,6 +44,7 @@ class Ema:
         self._decay = decay
         self._parameters = spread.updatable()
         self._averages = [part.clone() for part in self._live()]
+        self._in_place = False
 
     @torch.no_grad()
     def update(self, skipped: torch.Tensor | None = None, *, steps: int = 1) -> None:
@@ -50,7 +52,11 @@ class Ema:
 
         Args:
             steps: how many have gone since they were last taken in: so many times they count.
+
+        Raises:
+            TaskError: inside `in_place`.
         """
+        self._check_apart("trained")
         weight = 1.0 - self._decay**steps
         if skipped is not None and skipped.device.type == "cpu" and bool(skipped):
             return
@@ -72,16 +78,20 @@ class Ema:
     def in_place(self) -> Iterator[None]:
         """Inside, the model has the averages for parameters; afterwards its own again, bit by bit.
 
-        Collective under sharding=optimizer. Nothing may be trained or saved inside.
+        Collective under sharding=optimizer. What is trained or saved inside is refused: TaskError.
         """
+        self._check_apart("averaged again")
         self._exchange()
+        self._in_place = True
         try:
             yield
         finally:
+            self._in_place = False
             self._exchange()
 
     def parts(self) -> list[tuple[Entry, torch.Tensor]]:
-        """Every average as this rank holds it, by its name in the checkpoint."""
+        """Every average as this rank holds it, by its name in the checkpoint. Raises TaskError inside `in_place`."""
+        self._check_apart("saved")
         entries = (self._spread.updatable_entry(name) for name in self._parameters)
         named = [replace(entry, name=f"{self.prefix}{entry.name}") for entry in entries]
         return list(zip(named, self._averages, strict=True))
@@ -90,6 +100,13 @@ class Ema:
         """Tied names, by their names in the checkpoint."""
         tied = self._spread.map.aliases.items()
         return {f"{self.prefix}{alias}": f"{self.prefix}{name}" for alias, name in tied if name in self._parameters}
+
+    def _check_apart(self, done: str) -> None:
+        if self._in_place:
+            raise TaskError(
+                f"inside `with average.in_place()` the model has the averages for parameters, and is not {done}: leave "
+                "it first"
+            )
 
     def _live(self) -> list[torch.Tensor]:
         # Asked each time: FSDP2 may give a parameter other memory when it is first used.

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -206,6 +207,8 @@ class Optimizers:
         return [(f"optimizer.{which}" if which else "optimizer", it) for which, it in self.by_name.items()]
 
     def _check_linkage(self, spread: Spread) -> None:
+        if needy := [type(it).__name__ for it in self.by_name.values() if _needs_closure(it)]:
+            raise TaskError(f"{needy[0]}.step() needs a closure, and a step is made once: take another optimizer")
         strangers = [p for group in self._parameters.values() for p in group if id(p) not in self.entries]
         if strangers:
             raise TaskError(
@@ -219,6 +222,14 @@ class Optimizers:
                 f"optimizer() leaves out {len(left)} trainable parameter(s), first {left[0]!r}: pass them too, or set "
                 "requires_grad=False"
             )
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    return any(
+        given.default is given.empty
+        for given in signature(optimizer.step).parameters.values()
+        if given.kind is given.POSITIONAL_OR_KEYWORD
+    )
 
 
 def build_optimizers(spread: Spread, config: OptimizerConfig, make: MakeOptimizer) -> Optimizers:

@@ -24,7 +24,7 @@ class Interrupts:
 
     Attributes:
         first: the first request, as SIGINT or SIGTERM; None: nobody has asked.
-        urgent: whether there was a second.
+        urgent: whether there was a second; SIGHUP is none: a closed terminal sends it twice, itself and by its shell.
     """
 
     def __init__(self, on_request: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
             self.first = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        else:
+        elif number != signal.SIGHUP:
             self.urgent = True
         self._on_request()
 

@@ -1,8 +1,8 @@
 """Requests to stop, as a worker sees them: noted at once, acted upon at the next step boundary, by all ranks together.
 
 A signal never interrupts a step: its handler only writes down that it came. The trainer asks `seen()` before each step,
-the ranks agree (law 11), save, and end with 130 (Ctrl-C) or 75 (SIGTERM, and SIGUSR1, which is
-read as that: schedulers can be told to send it ahead of their limit).
+the ranks agree (law 11), save, and end with 130 (Ctrl-C) or 75 (SIGTERM, and what is read as that: SIGUSR1, which
+schedulers can be told to send ahead of their limit, and SIGHUP, a closed terminal, unless the parent has it ignored).
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any, final
 
 from allranks.failure import INTERRUPTED, TRANSIENT
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @final
@@ -21,7 +21,8 @@ class StopRequests:
     """The requests of this process since `install`; a context manager that puts the old handlers back.
 
     Ctrl-C reaches a worker twice, from the terminal and from its agent; so a second one is not counted here. The agent
-    counts, and kills. A process `alone` has no agent: there the second request ends it at once, without saving.
+    counts, and kills. A process `alone` has no agent: there the second request ends it at once, without saving. SIGHUP
+    is never the second: a terminal that is closed sends it twice, itself and by its shell.
     """
 
     def __init__(self, *, alone: bool) -> None:
@@ -35,7 +36,9 @@ class StopRequests:
         """Take over SIGNALS; does nothing outside the main thread, where Python allows no handlers."""
         requests = cls(alone=alone)
         try:
-            requests._replaced = {number: signal.signal(number, requests._note) for number in SIGNALS}
+            for number in SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                    requests._replaced[number] = signal.signal(number, requests._note)
         except ValueError:
             return requests
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the agent starts workers with SIGINT held back
@@ -64,7 +67,8 @@ class StopRequests:
         self.restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._alone and self._seen and os.getpid() == self._pid:  # a forked child only notes
+        second = bool(self._seen) and number != signal.SIGHUP
+        if self._alone and second and os.getpid() == self._pid:  # a forked child only notes
             self._end_now(number)
         self._seen.append(number)
 

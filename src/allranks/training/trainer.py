@@ -27,7 +27,7 @@ from allranks.training.saves import Saves
 from allranks.training.sentinels import Sentinels
 from allranks.training.skips import APPLIED, KIND, Skips, explain_spike
 from allranks.training.time_limit import TimeLimit
-from allranks.training.validate import validate
+from allranks.training.validate import check_validation, validate
 from allranks.verdict import Decision, Verdict
 
 SMALLEST_SCALE = 1.0
@@ -85,6 +85,7 @@ class Trainer:
         self._progress = progress
         per_sample = session.flops_per_sample
         self._flops_per_sample = None if per_sample is None else per_sample / session.processes.size
+        check_validation(session)
         self._validation: dict[str, float] = {}
         self._evaluated_at = -1
         self._told_of_scale, self._told_of_spikes = False, 0

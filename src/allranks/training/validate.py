@@ -5,7 +5,9 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 from allranks.data.evaluation import evaluation_batches
+from allranks.data.micro_step import MicroStep
 from allranks.data.stream import draws
+from allranks.errors import DataError
 from allranks.stepping.evaluate import evaluate
 from allranks.stepping.session import Session
 
@@ -19,12 +21,19 @@ def validate(session: Session, progress: Callable[[], None] = lambda: None) -> d
     """
     if session.validation is None:
         return {}
+    batches = _batches(session)
+    with nullcontext() if session.ema is None else session.ema.in_place():
+        return evaluate(session.forward, _tell_each(batches, progress), session.processes.mesh.sample_group)
+
+
+def _batches(session: Session) -> Iterator[MicroStep]:
+    """This rank's part of the validation split; nothing is loaded before the first is asked for."""
     cut = session.stream.cut
     size, micro_batch = cut.global_batch, cut.micro_batch
     if session.task.coupled:
         # What a loss or metric sees depends on the number of micro-steps, as in training, and never on that of ranks.
         size, micro_batch = max(cut.num_ranks, -(-size // cut.num_micro_steps())), None
-    batches = evaluation_batches(
+    return evaluation_batches(
         session.validation,
         batch_size=size,
         num_ranks=cut.num_ranks,
@@ -37,8 +46,20 @@ def validate(session: Session, progress: Callable[[], None] = lambda: None) -> d
         draws=draws(session.validation),
         pin=session.processes.device.type == "cuda",
     )
-    with nullcontext() if session.ema is None else session.ema.in_place():
-        return evaluate(session.forward, _tell_each(batches, progress), session.processes.mesh.sample_group)
+
+
+def check_validation(session: Session) -> None:
+    """See before the first step that the validation split can be measured, if it is to be: what is wrong with it would
+    else be told after the last one.
+
+    Raises:
+        DataError: it is empty, or shards itself.
+    """
+    if session.validation is not None and session.config.evaluate.every != 0:
+        try:
+            _batches(session)
+        except DataError as error:
+            raise DataError(f'dataset("validation"): {error}') from None
 
 
 def _tell_each(batches: Iterable[Batch], progress: Callable[[], None]) -> Iterator[Batch]:

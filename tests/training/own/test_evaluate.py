@@ -51,23 +51,31 @@ def test_every_sample_counts_once(pool: Pools, size: int, layout: str, samples: 
 
 
 def test_it_is_recorded_and_leaves_training_as_it_is(pool: Pools, tmp_path: Path) -> None:
-    def case(folder: str, look: bool) -> None:
+    def case(folder: str, look: str) -> None:
         with allranks.join(layout="dp_shard=2", precision="float64", run=folder) as world:
             model = world.parallelize(built(7, dropout=0.5))
             optimizer = world.optimizer(model, sgd)
+
+            def evaluate() -> None:
+                world.evaluate(Samples(5), lambda b: {"loss": (loss_of(model, b), count(b))}, batch=4)
+
             for batch in world.stream(Samples(), global_batch=10):
+                if look == "before the forward":
+                    evaluate()
                 world.backward(loss_of(model, batch), targets=count(batch))
-                if look:
-                    world.evaluate(Samples(5), lambda b: {"loss": (loss_of(model, b), count(b))}, batch=4)
+                if look == "before the update":
+                    evaluate()
                 world.step(optimizer)
 
-    for look in (False, True):
-        pool(2).run(case, str(tmp_path / str(look)), look)
-    runs = [Run.open(tmp_path / str(look)) for look in (False, True)]
-    assert [step["loss"] for step in runs[0].steps()] == [step["loss"] for step in runs[1].steps()]
-    evaluations = [event for event in runs[1].events() if event["event"] == "evaluation"]
-    assert [event["step"] for event in evaluations] == [0, 1, 2, 3]
-    assert all(event["metrics"]["loss"] > 0 for event in evaluations)
+    places = ("never", "before the forward", "before the update")
+    for look in places:
+        pool(2).run(case, str(tmp_path / look), look)
+    runs = [Run.open(tmp_path / look) for look in places]
+    for run in runs[1:]:
+        assert [step["loss"] for step in runs[0].steps()] == [step["loss"] for step in run.steps()]
+        evaluations = [event for event in run.events() if event["event"] == "evaluation"]
+        assert [event["step"] for event in evaluations] == [0, 1, 2, 3]
+        assert all(event["metrics"]["loss"] > 0 for event in evaluations)
 
 
 def test_what_is_no_measure_is_refused() -> None:

@@ -9,6 +9,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -391,7 +392,7 @@ def test_numbers_of_the_users_stand_in_the_line_of_their_step(pool: Pools, tmp_p
                 train_on(world, model, optimizer, batch)
                 world.save(every=2)
                 world.log(loss=1e9, step=77, half=torch.tensor(stream.step / 2), rank=world.rank)
-            world.log(accuracy=0.5)
+            world.log(accuracy=np.float32(0.5), right=np.int64(3))  # type: ignore[arg-type]
             return refusal(lambda: world.log(name="text"))  # type: ignore[arg-type]
 
     assert pool(2).run(case)[0] == "TaskError: world.log(name=...): expected a number, not a str"
@@ -404,7 +405,11 @@ def test_numbers_of_the_users_stand_in_the_line_of_their_step(pool: Pools, tmp_p
     ]
     assert all(step["loss"] < 100 for step in run.steps())
     (evaluation,) = [event for event in run.events() if event["event"] == "evaluation"]
-    assert (evaluation["step"], evaluation["samples"], evaluation["metrics"]) == (4, 37, {"accuracy": 0.5})
+    assert (evaluation["step"], evaluation["samples"], evaluation["metrics"]) == (
+        4,
+        37,
+        {"accuracy": 0.5, "right": 3.0},
+    )
 
 
 def test_the_journal_tells_what_a_task_s_does(pool: Pools, tmp_path: Path) -> None:

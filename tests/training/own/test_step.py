@@ -104,6 +104,28 @@ def test_every_wrong_line_is_refused_in_words(pool: Pools, tmp_path: Path) -> No
         assert "\n" not in found[name]
 
 
+@pytest.mark.parametrize("layout", ["ddp", "dp_shard=2"])
+def test_gradients_that_are_dropped_before_the_step_make_no_step(pool: Pools, layout: str) -> None:
+    """It updated nothing and said that it had."""
+
+    def case() -> str:
+        with allranks.join(layout, precision="float64") as world:
+            model = world.parallelize(built(7))
+            optimizer = world.optimizer(model, sgd)
+            for batch in world.stream(Samples(), global_batch=10, steps=1):
+                world.backward(loss_of(model, batch), targets=count(batch))
+                kept = {parameter: parameter.grad for parameter in model.parameters()}
+                optimizer.zero_grad()
+                found = refusal(lambda: world.step(optimizer))
+                for parameter, gradient in kept.items():
+                    parameter.grad = gradient
+                assert not found or world.step(optimizer)
+                return found
+        return "no batch"
+
+    assert all("leave out optimizer.zero_grad(), world.step does it" in found for found in pool(2).run(case))
+
+
 def test_a_call_outside_of_the_loop(pool: Pools) -> None:
     def case() -> list[str]:
         with allranks.join(precision="float64") as world:
@@ -406,6 +428,26 @@ def test_an_average_follows_the_steps_and_goes_on_after_a_resume(pool: Pools, tm
     pool(1).run(averaged, str(tmp_path / "parts"), "single", 3)
     ((resumed, _),) = pool(1).run(averaged, str(tmp_path / "parts"), "single")
     assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+
+
+def test_nothing_is_saved_or_trained_of_a_model_that_has_the_averages(tmp_path: Path) -> None:
+    """A checkpoint had parameters and averages exchanged."""
+    found = []
+    with allranks.join(precision="float64", run=tmp_path / "run") as world:
+        model = world.parallelize(built(7))
+        optimizer = world.optimizer(model, sgd)
+        average = world.ema(model, decay=0.5)
+        stream = world.stream(Samples(), global_batch=10, steps=1)
+        world.resume(model, optimizer, stream)
+        for batch in stream:
+            good(world, model, optimizer, batch)
+            with average.in_place():
+                found = [refusal(world.save), refusal(lambda: average.in_place().__enter__())]
+                found.append(refusal(average.update))
+    assert [one.partition(", and is not ")[2] for one in found] == [
+        f"{what}: leave it first" for what in ("saved", "averaged again", "trained")
+    ]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000001"]
 
 
 def test_an_average_that_makes_no_sense_is_refused(tmp_path: Path) -> None:

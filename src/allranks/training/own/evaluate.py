@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from allranks.data.evaluation import evaluation_batches
 from allranks.data.micro_step import MicroStep
-from allranks.data.random_keys import seed_all
+from allranks.data.random_keys import generators_kept, seed_all
 from allranks.data.stream import draws
 from allranks.errors import TaskError
 from allranks.layout import Layout
@@ -70,7 +70,8 @@ def evaluate_own(ground: Ground, step: OwnStep, dataset: Any, measure: Measure, 
 
     before = step.weight
     try:
-        with ground.models.evaluating():
+        # In the middle of a step, before its forward, say: that has to draw what it draws without.
+        with ground.models.evaluating(), generators_kept():
             tells = mesh.layout.pp == 1 or mesh.adds_loss
             found = measure_all(batches, place_and_measure, ground.device, group, tells=tells)
     finally:

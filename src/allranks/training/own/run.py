@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from numbers import Real
 from pathlib import Path
 from typing import Any, final
 
@@ -196,6 +197,6 @@ def _check_number(name: str, value: object) -> float | torch.Tensor:
     """What `world.log` may tell under `name`; a tensor is copied. Raises TaskError for anything but a number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().clone()  # read later, on another thread
-    if isinstance(value, int | float):
+    if isinstance(value, Real):  # numpy's, too
         return float(value)
     raise TaskError(f"world.log({name}=...): expected a number, not a {type(value).__name__}")

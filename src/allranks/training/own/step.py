@@ -151,15 +151,18 @@ class OwnStep:
 
     def _accumulate(self, loss: torch.Tensor, count: int, turn: Turn) -> None:
         self._models.check_called()
-        if self._accumulated is not None and self._accumulated.grad is None:
-            raise TaskError(
-                "the gradients of this step's earlier micro-batches are gone: leave out optimizer.zero_grad(), "
-                "world.step does it when the step is over"
-            )
+        self._check_kept()
         self._run_backward(loss, turn, count)
         if turn.last and self._batch is not None:
             self.watch.look(self._batch)
         self._count(loss, count, turn)
+
+    def _check_kept(self) -> None:
+        if self._accumulated is not None and self._accumulated.grad is None:
+            raise TaskError(
+                "the gradients of this step's micro-batches are gone: leave out optimizer.zero_grad(), "
+                "world.step does it when the step is over"
+            )
 
     def _count(self, loss: torch.Tensor | None, count: int, turn: Turn) -> None:
         if turn.micro_step.weight:
@@ -175,6 +178,7 @@ class OwnStep:
         turn.check_ready(self._models.backward_call)
         if not turn.last:
             return None
+        self._check_kept()
         self._models.trained.check_reduced()
         if self._staged is None:  # a pipeline has done so
             self._models.trained.reduce_scalars()
@@ -258,7 +262,7 @@ class OwnStep:
         if first:
             check_all_reached(spread)
             self._reduced_once = True
-        if self._accumulated is None and not turn.last:
+        if self._accumulated is None:
             self._accumulated = next((p for p in spread.trainable().values() if p.grad is not None), None)
 
     def _update(self, optimizers: Optimizers, skipped: torch.Tensor | None) -> float:
