@@ -64,6 +64,7 @@ CASES = [
     Case("dp_shard=2,ep=2", 2, 13, 3),
     Case("dp_replicate=2,dp_shard=2,ep=2", 4, 5, 3, (CLIPPED,)),
     Case("dp_shard=4,ep=2,recompute=full", 4, 13, 1),
+    Case("dp_shard=4,ep=2", 4, 5, 3, (CLIPPED,)),
     Case("dp_shard=2,ep=2,sharding=optimizer", 2, 13, 3),
     Case("dp_shard=4,ep=2,sharding=optimizer", 4, 5, 3, (CLIPPED,)),
     Case("dp_replicate=2,tp=2,ep=2", 4, 5, 3),
@@ -171,11 +172,13 @@ LAYOUTS = {
     "ep": ("dp_replicate=2,ep=2", 2),
     "ep-ddp": ("dp_replicate=4,ep=2", 4),
     "ep-fsdp": ("dp_shard=4,ep=4", 4),
+    "ep-shards": ("dp_shard=4,ep=2", 4),
     "ep-optimizer": ("dp_shard=4,ep=2,sharding=optimizer", 4),
 }
 PAIRS = [
     *(("ep", "single"), ("single", "ep-ddp"), ("ep-ddp", "fsdp"), ("fsdp", "ep-fsdp"), ("ep-fsdp", "ep")),
     *(("ep-optimizer", "fsdp"), ("ep-fsdp", "ep-optimizer"), ("ep-ddp", "ep-fsdp"), ("ep-fsdp", "ep-ddp")),
+    *(("ep-shards", "single"), ("single", "ep-shards"), ("ep-shards", "ep-ddp"), ("ep-optimizer", "ep-shards")),
 ]
 
 
