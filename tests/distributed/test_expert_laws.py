@@ -53,7 +53,7 @@ class Case(NamedTuple):
     @property
     def data_ranks(self) -> range:
         layout = Layout.resolve(parse_layout(self.layout), self.world_size)
-        return range(0, self.world_size, layout.tp)
+        return range(0, self.world_size, layout.tp * layout.cp)
 
 
 CASES = [
@@ -79,6 +79,12 @@ MORE = [
         ("dp_shard=2,ep=2,recompute=selective", 2),
         ("dp_replicate=2,ep=2,recompute=full", 2),
         ("dp_shard=2,tp=2,ep=2", 4),
+        ("dp_shard=6,ep=2", 6),  # three ranks share three experts
+        ("dp_shard=6,ep=3", 6),
+        ("dp_shard=8,ep=2", 8),  # four ranks share two experts, column by column
+        ("dp_replicate=2,dp_shard=4,ep=2", 8),
+        ("dp_replicate=2,dp_shard=4,ep=2,sharding=grad_op", 8),
+        ("dp_replicate=2,dp_shard=2,cp=2,ep=4", 8),  # those of one sequence alone share them
         ("dp_replicate=2,dp_shard=2,ep=2,sharding=optimizer", 4),
         *{(case.layout, case.world_size): None for case in CASES},
     )
