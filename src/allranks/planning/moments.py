@@ -36,7 +36,7 @@ class Places(NamedTuple):
     """Parameters by where they stand: of no repeated block, of these the ones in front of the blocks, and behind them;
     of the largest block, and of its last product; all of them, before any sharding.
 
-    Experts that ep cuts are in none of them, because nobody gathers them.
+    Experts that ep cuts are in none of them, where they are whole: nobody gathers them.
     """
 
     around: float = 0.0
@@ -69,7 +69,7 @@ class Held(NamedTuple):
         has: its parameters; makes: those of them that get gradients.
         casts, block_casts, casts_around: parameters that products read, which autocast copies: all, of the largest
             block, outside of the blocks.
-        gradient_bytes: as they rest between micro-steps, without those of experts that ep cuts: expert_gradient_bytes.
+        gradient_bytes: as they rest between micro-steps, without those of experts that stay whole: expert_gradient_bytes.
         kept_bytes: of all micro-steps under way; one_kept_bytes: of one; first_kept_bytes: of one, up to the first
             block's end; times: micro-steps under way.
         working_bytes: more in the backward of a repeated block; head_bytes: in that of what is behind them.
@@ -113,7 +113,7 @@ def held_by(
     has = makes = Places()
     casts = block_casts = casts_around = experts = 0.0
     first_kept = block_kept = working = head_working = logits = kept_logits = 0.0
-    alone = setting.ep > 1
+    alone = setting.experts_whole
     # One pass: a search asks this of every stage of thousands of settings.
     for place, (count, cost) in enumerate(here):
         if not count:
