@@ -17,9 +17,7 @@ MOST_LINES = 9  # groups with threads and sockets: units of further sizes share 
 _LINES = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], list[dist.ProcessGroup]]]()
 
 
-def open_lines(
-    module: nn.Module, mesh: DeviceMesh, apart: Collection[nn.Module] = ()
-) -> dict[int, dist.ProcessGroup]:
+def open_lines(module: nn.Module, mesh: DeviceMesh, apart: Collection[nn.Module] = ()) -> dict[int, dist.ProcessGroup]:
     """Id of a unit's state -> the group that it travels over, one for each size of unit; and one of all of `mesh`.
 
     Units that are `apart`, over another mesh, are not among them.

@@ -72,6 +72,8 @@ class Held(NamedTuple):
         gradient_bytes: as they rest between micro-steps, without those of experts that stay whole: expert_gradient_bytes.
         kept_bytes: of all micro-steps under way; one_kept_bytes: of one; first_kept_bytes: of one, up to the first
             block's end; times: micro-steps under way.
+        ahead: parameters of the largest block that are gathered with the block before whole: experts that are sharded
+            by themselves come when that has given back its own.
         working_bytes: more in the backward of a repeated block; head_bytes: in that of what is behind them.
         logits_bytes: beside the activations where the loss is made; other_logits_bytes: of other micro-steps' losses,
             until their backwards.
@@ -88,6 +90,7 @@ class Held(NamedTuple):
     one_kept_bytes: float
     first_kept_bytes: float
     times: float
+    ahead: float
     working_bytes: float
     head_bytes: float
     logits_bytes: float
@@ -112,7 +115,7 @@ def held_by(
     first, final = (again[0], again[-1]) if again else (len(here), len(here))
     has = makes = Places()
     casts = block_casts = casts_around = experts = 0.0
-    first_kept = block_kept = working = head_working = logits = kept_logits = 0.0
+    ahead = first_kept = block_kept = working = head_working = logits = kept_logits = 0.0
     alone = setting.experts_whole
     # One pass: a search asks this of every stage of thousands of settings.
     for place, (count, cost) in enumerate(here):
@@ -128,6 +131,7 @@ def held_by(
             makes = makes.with_block(count, made, cost.last_trained)
             block_casts, block_kept = max(block_casts, cost.cast_parameters), max(block_kept, cost.kept_bytes)
             working = max(working, cost.working_bytes)
+            ahead = max(ahead, cost.parameters if setting.experts_apart else gathered)
             continue
         before, behind = place < first, place > final
         has = has.with_rest(count, gathered, before=before, behind=behind)
@@ -149,6 +153,7 @@ def held_by(
         one_kept_bytes=kept_bytes / times if times else 0.0,
         first_kept_bytes=first_kept + block_kept,
         times=times,
+        ahead=ahead,
         working_bytes=working,
         head_bytes=head_working,
         logits_bytes=logits,
@@ -187,7 +192,7 @@ def _of_shards(setting: Setting, held: Held) -> Iterator[Moment]:
     yield Moment(earlier, held.kept_bytes, held.logits_bytes, whole * wide + waits, late)  # the loss
     yield Moment(earlier + makes.head * wide, held.kept_bytes + held.head_bytes, 0.0, whole * wide + waits, late)
     # One block before: its gradients are being reduced, while this one works, and the next one is gathered ahead.
-    made, coming = (makes.head + makes.last) * wide, 0.0 if setting.keeps_gathered else has.block * wide
+    made, coming = (makes.head + makes.last) * wide, 0.0 if setting.keeps_gathered else held.ahead * wide
     one = has.block * wide + waits
     underway = makes.block * reduces + coming
     gathered = whole * wide + (waits if setting.keeps_gathered else one)
