@@ -212,7 +212,7 @@ def resumed(directory: Path, layout: str) -> bool:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["dp_replicate=4,ep=2", "dp_replicate=2,dp_shard=2,ep=2"])
+@pytest.mark.parametrize("layout", ["dp_replicate=4,ep=2", "dp_replicate=2,dp_shard=2,ep=2", "dp_shard=4,ep=2"])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(pool: Pools, tmp_path: Path, layout: str) -> None:
     assert pool(4).run(resumed, tmp_path, layout) == [True] * 4
 

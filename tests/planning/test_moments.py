@@ -17,8 +17,8 @@ from allranks.rehearsing.whole import rehearse
 PLACES = Places(around=30, before=10, head=20, block=7, last=2, whole=100)
 HELD = Held(
     has=PLACES, makes=PLACES, casts=85, block_casts=6, casts_around=20, gradient_bytes=400, expert_gradient_bytes=0,
-    kept_bytes=1000, one_kept_bytes=1000, first_kept_bytes=100, times=1, ahead=PLACES.block, working_bytes=50, head_bytes=300,
-    logits_bytes=600, other_logits_bytes=0,
+    kept_bytes=1000, one_kept_bytes=1000, first_kept_bytes=100, times=1, ahead=PLACES.block,
+    working_bytes=50, head_bytes=300, logits_bytes=600, other_logits_bytes=0,
 )  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def _shard_experts(
     module: nn.Module, experts: Collection[nn.Module], mesh: Mesh, placer: Placer, how: dict[str, Any]
 ) -> list[str]:
     """The names of those that this rank has."""
-    names = []
+    names, size = [], mesh.layout.expert_shards
     for name, member in module.named_modules():
         if member not in experts:
             continue
@@ -87,7 +87,6 @@ def _shard_experts(
         if any(p.is_meta for p in member.parameters()):
             continue  # other stages of a pipeline hold them
         member.register_forward_hook(_give_own_memory)
-        size = mesh.layout.expert_shards
         fully_shard(member, mesh=mesh.expert_mesh, shard_placement_fn=lambda p: Shard(even_dim(p.shape, size)), **how)
         placer.forget_cut()
         names.append(name)

@@ -60,8 +60,8 @@ LOW_RANK = 0.01
 def moved_parameters(setting: Setting, every: Parameters) -> Moved:
     """Of a rank that holds `every` parameter of these.
 
-    Of experts that ep cuts our engine moves none with the others: `twin_sums` has what it moves of them. Elsewhere they are copied on ranks / ep of the data-parallel
-    ranks alone.
+    Of experts that ep cuts our engine moves none with the others: `twin_sums` has what it moves of them. Elsewhere they
+    are copied on ranks / ep of the data-parallel ranks alone.
     """
     if setting.experts_whole or setting.experts_apart:
         return Moved(every.dense, every.trained)

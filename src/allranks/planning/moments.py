@@ -69,7 +69,8 @@ class Held(NamedTuple):
         has: its parameters; makes: those of them that get gradients.
         casts, block_casts, casts_around: parameters that products read, which autocast copies: all, of the largest
             block, outside of the blocks.
-        gradient_bytes: as they rest between micro-steps, without those of experts that stay whole: expert_gradient_bytes.
+        gradient_bytes: as they rest between micro-steps, without those of whole experts that ep cuts:
+            expert_gradient_bytes.
         kept_bytes: of all micro-steps under way; one_kept_bytes: of one; first_kept_bytes: of one, up to the first
             block's end; times: micro-steps under way.
         ahead: parameters of the largest block that are gathered with the block before whole: experts that are sharded
