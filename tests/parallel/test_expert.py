@@ -91,7 +91,9 @@ def test_ranks_that_hold_the_same_experts_shard_them(pool: Pools) -> None:
         shape, start, part, holders, placements, same, kinds, _, said = found
         assert (shape, start, part, holders) == ((4, 6, 3), (0, 2, 1, 3)[rank], (1, 6, 3), (rank,))
         assert placements == {"ep": "shard(0)", "dp_shard": "shard(0)"} and same and kinds == (True, True)
-        assert said == "each of ep=2 ranks holds 2 of 4 experts a layer, sharded over the 2 ranks that hold the same ones"
+        assert (
+            said == "each of ep=2 ranks holds 2 of 4 experts a layer, sharded over the 2 ranks that hold the same ones"
+        )
     for rank, (_, start, part, holders, placements, *_) in enumerate(pool(6).run(look, Layout(dp_shard=6, ep=2))):
         assert (start, part, holders) == (2 * (rank % 2), (2, 2, 3), (rank,))
         assert placements == {"ep": "shard(0)", "dp_shard": "shard(1)"}
