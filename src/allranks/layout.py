@@ -120,6 +120,17 @@ class Layout:
         return self.copies * self.dp_shard * self.cp
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks of one copy that hold the same experts and share their parameters out; 1: each has them whole.
+
+        Where ep and dp_shard do not fit into each other, unequally many of a copy hold the same ones.
+        """
+        smaller, larger = sorted((self.ep, self.dp_shard))
+        if self.ep == 1 or self.dp_shard == 1 or not self.fully_sharded or larger % smaller:
+            return 1
+        return max(1, self.dp_shard // self.ep) * self.cp
+
+    @property
     def fully_sharded(self) -> bool:
         """Whether parameters go through `fully_shard`: dp_shard above 1, or sharding "none" in a world above 1."""
         return self.sharding != "optimizer" and (self.dp_shard > 1 or (self.sharding == "none" and self.dp > 1))

@@ -218,6 +218,8 @@ PLANNED_TOO: list[tuple[str, Layout, str, int]] = [
     (DENSE, Layout(dp_shard=2, cp=4, context="ring", recompute="full"), "bfloat16", 8),
     (SPARSE, Layout(dp_shard=8, ep=8), "float32", 8),
     (SPARSE, Layout(dp_shard=8, ep=2, recompute="selective"), "bfloat16", 8),
+    (SPARSE, Layout(dp_shard=8, ep=2, recompute="full"), "bfloat16", 8),
+    (SPARSE, Layout(dp_replicate=2, dp_shard=4, ep=2, recompute="selective"), "bfloat16", 8),
     (SPARSE, Layout(dp_replicate=8, ep=4), "bfloat16", 8),
     (SPARSE, Layout(dp_shard=2, tp=4), "bfloat16", 8),
     (SPARSE, Layout(dp_shard=4, pp=2), "bfloat16", 32),

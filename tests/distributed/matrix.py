@@ -146,6 +146,7 @@ LARGE = [
             "cp-fsdp-pp": ("dp_shard=2,cp=2,pp=2", (8,)),
             "cp-tp-pp": ("tp=2,cp=2,pp=2", (8,)),
             "cp-tp-ddp": ("dp_replicate=2,tp=2,cp=2", (8,)),
+            "ep-shards-pp": ("dp_shard=4,pp=2,ep=2", (8,)),
             "cp-tp-ep": ("dp_shard=2,tp=2,cp=2,ep=2", (8,)),
         }
     ),

@@ -35,6 +35,7 @@ LAYOUTS = {
     "pp-optimizer": ("pp=2,dp_shard=2,sharding=optimizer", 4),
     "cp": ("cp=2", 2),
     "ep": ("dp_replicate=2,ep=2", 2),
+    "ep-shards": ("dp_shard=4,ep=2", 4),
 }
 PAIRS = [
     ("single", "fsdp"),
@@ -55,7 +56,7 @@ class Steady(Tiny):
 
 
 def task_of(layout: str) -> Steady:
-    return Steady(kind="moe" if layout == "ep" else "transformer")
+    return Steady(kind="moe" if layout.startswith("ep") else "transformer")
 
 
 def averages(contents: Any) -> Parts:
@@ -83,7 +84,7 @@ def reference(name: str) -> tuple[dict[str, torch.Tensor], float]:
     kept = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
 
     def finish(trained: nn.Module) -> None:
-        if name == "ep":
+        if name.startswith("ep"):
             trained.update_balance()  # type: ignore[operator]
         for key, parameter in trained.named_parameters():
             kept[key] = DECAY * kept[key] + (1 - DECAY) * parameter.detach()

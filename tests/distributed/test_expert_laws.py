@@ -53,7 +53,7 @@ class Case(NamedTuple):
     @property
     def data_ranks(self) -> range:
         layout = Layout.resolve(parse_layout(self.layout), self.world_size)
-        return range(0, self.world_size, layout.tp)
+        return range(0, self.world_size, layout.tp * layout.cp)
 
 
 CASES = [
@@ -64,6 +64,7 @@ CASES = [
     Case("dp_shard=2,ep=2", 2, 13, 3),
     Case("dp_replicate=2,dp_shard=2,ep=2", 4, 5, 3, (CLIPPED,)),
     Case("dp_shard=4,ep=2,recompute=full", 4, 13, 1),
+    Case("dp_shard=4,ep=2", 4, 5, 3, (CLIPPED,)),
     Case("dp_shard=2,ep=2,sharding=optimizer", 2, 13, 3),
     Case("dp_shard=4,ep=2,sharding=optimizer", 4, 5, 3, (CLIPPED,)),
     Case("dp_replicate=2,tp=2,ep=2", 4, 5, 3),
@@ -78,6 +79,12 @@ MORE = [
         ("dp_shard=2,ep=2,recompute=selective", 2),
         ("dp_replicate=2,ep=2,recompute=full", 2),
         ("dp_shard=2,tp=2,ep=2", 4),
+        ("dp_shard=6,ep=2", 6),  # three ranks share three experts
+        ("dp_shard=6,ep=3", 6),
+        ("dp_shard=8,ep=2", 8),  # four ranks share two experts, column by column
+        ("dp_replicate=2,dp_shard=4,ep=2", 8),
+        ("dp_replicate=2,dp_shard=4,ep=2,sharding=grad_op", 8),
+        ("dp_replicate=2,dp_shard=2,cp=2,ep=4", 8),  # those of one sequence alone share them
         ("dp_replicate=2,dp_shard=2,ep=2,sharding=optimizer", 4),
         *{(case.layout, case.world_size): None for case in CASES},
     )
@@ -171,11 +178,13 @@ LAYOUTS = {
     "ep": ("dp_replicate=2,ep=2", 2),
     "ep-ddp": ("dp_replicate=4,ep=2", 4),
     "ep-fsdp": ("dp_shard=4,ep=4", 4),
+    "ep-shards": ("dp_shard=4,ep=2", 4),
     "ep-optimizer": ("dp_shard=4,ep=2,sharding=optimizer", 4),
 }
 PAIRS = [
     *(("ep", "single"), ("single", "ep-ddp"), ("ep-ddp", "fsdp"), ("fsdp", "ep-fsdp"), ("ep-fsdp", "ep")),
     *(("ep-optimizer", "fsdp"), ("ep-fsdp", "ep-optimizer"), ("ep-ddp", "ep-fsdp"), ("ep-fsdp", "ep-ddp")),
+    *(("ep-shards", "single"), ("single", "ep-shards"), ("ep-shards", "ep-ddp"), ("ep-optimizer", "ep-shards")),
 ]
 
 
@@ -203,7 +212,7 @@ def resumed(directory: Path, layout: str) -> bool:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["dp_replicate=4,ep=2", "dp_replicate=2,dp_shard=2,ep=2"])
+@pytest.mark.parametrize("layout", ["dp_replicate=4,ep=2", "dp_replicate=2,dp_shard=2,ep=2", "dp_shard=4,ep=2"])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(pool: Pools, tmp_path: Path, layout: str) -> None:
     assert pool(4).run(resumed, tmp_path, layout) == [True] * 4
 

@@ -44,6 +44,7 @@ LAYOUTS: dict[str, tuple[str, int, list[list[int]], list[list[int]]]] = {
     "pp": ("dp_replicate=2,pp=2", 4, [[0], [1]], [[0, 2], [1, 3]]),
     "placement": ("placement,dp_replicate=2", 2, [[0], [1]], [[0], [1]]),
     "ep": ("dp_replicate=2,dp_shard=2,ep=2", 4, [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
+    "ep-shards": ("dp_replicate=2,dp_shard=4,ep=2", 8, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]),
     "ep-optimizer": ("dp_replicate=2,dp_shard=2,ep=2,sharding=optimizer", 4, [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
 }
 
@@ -110,7 +111,7 @@ def check(
 @pytest.mark.parametrize(
     ("case", "kind"),
     [(case, kind) for case in LAYOUTS for kind in ("transformer", "scalars") if not case.startswith("ep")]
-    + [(case, "moe") for case in ("single", "shard", "tp", "pp", "ep", "ep-optimizer")],
+    + [(case, "moe") for case in ("single", "shard", "tp", "pp", "ep", "ep-shards", "ep-optimizer")],
 )
 def test_copies_are_what_a_loop_over_copies_computes(pool: Pools, case: str, kind: str) -> None:
     layout, size, shares, copies = LAYOUTS[case]

@@ -62,7 +62,7 @@ OTHERS = [
     (Tokens, "tp=2,cp=2", 4, ()),
     (Tokens, "pp=2,dp_shard=2", 4, ()),
     (Tokens, "pp=2,tp=2", 4, ()),
-    (Experts, "dp_shard=4,ep=2", 4, ()),
+    (EvenExperts, "dp_shard=4,ep=2", 4, ()),
     (Tokens, "cp=2", 2, ("layout.context=ring",)),
     (Chunked, "single", 1, ()),
     (Chunked, "fsdp", 2, ()),

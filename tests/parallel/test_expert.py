@@ -62,7 +62,7 @@ def look(layout: Layout) -> Any:
     torch.manual_seed(0)
     whole = build().get_parameter("experts.gate").double()
     start = entry.box.offset[0]
-    same = torch.equal(held.detach(), whole[start : start + len(held)])
+    same = torch.equal(found.local("experts.gate"), whole[start : start + entry.box.shape[0]])
     kinds = isinstance(held, DTensor), isinstance(found.tensors["last.weight"], DTensor)
     wrapped = isinstance(found.modules[""], DistributedDataParallel)
     (said,) = (decision.what for decision in found.decisions if "ep=" in decision.what)
@@ -72,7 +72,7 @@ def look(layout: Layout) -> Any:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp_replicate=4, ep=2), Layout(dp_shard=4, ep=2), Layout(dp_replicate=2, dp_shard=2, ep=2)],
+    [Layout(dp_replicate=4, ep=2), Layout(dp_shard=4, ep=2, sharding="optimizer"), Layout(2, 2, ep=2)],
     ids=str,
 )
 def test_each_rank_holds_some_of_the_users_values(pool: Pools, layout: Layout) -> None:
@@ -80,8 +80,23 @@ def test_each_rank_holds_some_of_the_users_values(pool: Pools, layout: Layout) -
         shape, start, part, holders, placements, same, kinds, wrapped, said = found
         assert (shape, start, part) == ((4, 6, 3), 2 * (rank % 2), (2, 6, 3))
         assert holders == ((0, 2), (1, 3))[rank % 2] and placements == {"ep": "shard(0)"}
-        assert same and kinds == (False, layout.dp_shard > 1) and wrapped == (layout.dp_shard == 1)
+        assert same and kinds == (False, layout.fully_sharded) and wrapped != layout.fully_sharded
         assert said == "each of ep=2 ranks holds 2 of 4 experts a layer"
+
+
+@pytest.mark.distributed
+def test_ranks_that_hold_the_same_experts_shard_them(pool: Pools) -> None:
+    """Each of four then holds a whole expert of four; and of two for each rank of three, a part of its columns."""
+    for rank, found in enumerate(pool(4).run(look, Layout(dp_shard=4, ep=2))):
+        shape, start, part, holders, placements, same, kinds, _, said = found
+        assert (shape, start, part, holders) == ((4, 6, 3), (0, 2, 1, 3)[rank], (1, 6, 3), (rank,))
+        assert placements == {"ep": "shard(0)", "dp_shard": "shard(0)"} and same and kinds == (True, True)
+        assert (
+            said == "each of ep=2 ranks holds 2 of 4 experts a layer, sharded over the 2 ranks that hold the same ones"
+        )
+    for rank, (_, start, part, holders, placements, *_) in enumerate(pool(6).run(look, Layout(dp_shard=6, ep=2))):
+        assert (start, part, holders) == (2 * (rank % 2), (2, 2, 3), (rank,))
+        assert placements == {"ep": "shard(0)", "dp_shard": "shard(1)"}
 
 
 X = torch.linspace(-1, 1, 10, dtype=torch.float64).view(5, 2)
@@ -121,6 +136,7 @@ def test_gradients_are_the_mean_over_the_data_ranks(pool: Pools, frozen: str) ->
         assert max(pool(2).run(gradients, layout, frozen)) < 1e-13
     if frozen == "":
         assert max(pool(4).run(gradients, Layout(dp_replicate=4, ep=2), frozen)) < 1e-13
+    assert max(pool(4).run(gradients, Layout(dp_shard=4, ep=2), frozen)) < 1e-13
 
 
 def only_experts_learn() -> bool:
@@ -252,6 +268,48 @@ def test_a_rank_that_gets_no_token_takes_part(pool: Pools) -> None:
     assert max(pool(2).run(starved)) < 1e-13
 
 
+class Sparing(Experts):
+    """A user's own, which does nothing for an expert without tokens."""
+
+    def forward(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(tokens)
+        ends = tokens_per_expert.cumsum(0).tolist()
+        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if end > start:
+                up = tokens[start:end] @ self.gate[expert] * (tokens[start:end] @ self.up[expert])
+                found = found.index_add(0, torch.arange(start, end), up @ self.down[expert])
+        return found
+
+
+def spared() -> float:
+    """In a worker: the largest error of an expert's gradient, where the tokens of two ranks are for one half of the
+    experts, so that of those who share the other half one has none.
+    """
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Sparing(4, 6, 3)
+
+    whole, cut = make().double(), spread(lambda: nn.Sequential(make()), Layout(dp_shard=4, ep=2), "float64")
+    value = torch.linspace(-1, 1, 30, dtype=torch.float64).view(5, 6)
+    counts = {0: [3, 2, 0, 0], 1: [1, 2, 0, 2]}
+    for rank in range(4):
+        whole(value, torch.tensor(counts[rank // 2])).square().sum().backward()
+    cut.bare().get_submodule("0")(value, torch.tensor(counts[dist.get_rank() // 2])).square().sum().backward()
+    cut.reduce_scalars()
+    found = []
+    for name, parameter in whole.named_parameters():
+        grad, box = cut.tensors[f"0.{name}"].grad, cut.map[f"0.{name}"].box
+        assert isinstance(grad, DTensor) and parameter.grad is not None
+        found.append(float((grad._local_tensor - parameter.grad[box.place(tuple(parameter.shape))] / 4).abs().max()))
+    return max(found)
+
+
+@pytest.mark.distributed
+def test_of_those_who_share_experts_one_may_get_no_token(pool: Pools) -> None:
+    assert max(pool(4).run(spared)) < 1e-13
+
+
 def entered(layout: Layout) -> tuple[str, ...]:
     found = spread(build, layout, "float64")
     found.modules[""](X).sum().backward()
@@ -263,3 +321,10 @@ def test_what_all_ranks_exchange_is_noted_and_compared(pool: Pools) -> None:
     """Not what a few of them do: groups with samples of their own may each go their own way."""
     assert pool(2).run(entered, Layout(dp_replicate=2, ep=2)) == [("the experts experts",)] * 2
     assert pool(4).run(entered, Layout(dp_replicate=4, ep=2)) == [()] * 4
+
+
+@pytest.mark.distributed
+def test_who_enters_sharded_experts_is_noted_and_compared(pool: Pools) -> None:
+    """And whose gradients they reduce."""
+    for told in pool(4).run(entered, Layout(dp_shard=4, ep=2)):
+        assert "experts" in told and "the gradients of experts" in told

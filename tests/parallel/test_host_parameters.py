@@ -26,6 +26,11 @@ def test_on_an_accelerator_they_wait_in_pinned_memory_of_the_host(offload: str) 
     )
 
 
+def test_experts_that_are_sharded_wait_too() -> None:
+    (decision,) = describe_offload(Layout(dp_shard=4, offload="parameters", ep=2))
+    assert decision.what.startswith("parameters, gradients")
+
+
 def test_experts_that_are_cut_stay() -> None:
     (decision,) = describe_offload(layout_of("parameters", ep=2))
     assert decision.what.startswith("parameters but those of cut experts, gradients")

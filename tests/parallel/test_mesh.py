@@ -134,6 +134,40 @@ def test_positions_are_reduced_over_as_samples_are(
     assert pool(size).run(reduce_over, layout)[rank] == expected
 
 
+def sharded_over(layout: Layout) -> list[list[int]] | None:
+    """In a worker: the ranks that this one's experts are copied over, and sharded over."""
+    mesh = build_mesh(layout, "cpu").expert_mesh
+    return None if mesh is None else [dist.get_process_group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim)]
+
+
+@pytest.mark.distributed
+def test_experts_are_sharded_within_a_copy_over_those_who_hold_the_same(pool: Pools) -> None:
+    over = pool(4).run(sharded_over, Layout(dp_shard=4, ep=2))
+    assert over == [[[0, 2]], [[1, 3]], [[0, 2]], [[1, 3]]]
+    over = pool(8).run(sharded_over, Layout(dp_replicate=2, dp_shard=4, ep=2))
+    assert over[1] == [[1, 5], [1, 3]] and over[6] == [[2, 6], [4, 6]]
+    over = pool(8).run(sharded_over, Layout(dp_replicate=2, dp_shard=4, ep=2, local_sgd=5))
+    assert over[1] == [[1, 3]] and over[6] == [[4, 6]]
+    over = pool(8).run(sharded_over, Layout(dp_shard=2, cp=2, tp=2, ep=2))
+    assert over[0] == [[0, 2]] and over[7] == [[5, 7]], "of one sequence, and at one place in tp"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_replicate=2, dp_shard=2, ep=2),
+        Layout(dp_shard=4, ep=4),
+        Layout(dp_replicate=4, ep=2),
+        Layout(dp_shard=4, ep=2, sharding="optimizer"),
+        Layout(dp_replicate=4, ep=2, sharding="none"),
+    ],
+    ids=str,
+)
+def test_other_experts_are_whole(pool: Pools, layout: Layout) -> None:
+    assert pool(4).run(sharded_over, layout) == [None] * 4
+
+
 def twins(local_sgd: int | None) -> list[int]:
     layout = Layout(dp_replicate=2, dp_shard=4, ep=2, local_sgd=local_sgd)
     group = build_mesh(layout, "cpu").twin_group

@@ -168,6 +168,33 @@ def test_experts_that_ep_cuts_are_summed_by_those_who_hold_the_same_ones_once_a_
     assert data_cost(*made(how, zero=zero, shard=1, ep=16), Parameters(P, P, P, P), 10, 1.0, 2.0).twins is None
 
 
+def test_sharded_experts_are_gathered_and_reduced_by_those_who_hold_the_same_ones() -> None:
+    """Twice and once a micro-step; backwards hide what is not a forward's, as far as the rest leaves them room."""
+    how = Mechanisms(gather_bytes=2, reduce_bytes=4, experts_apart=True, overlap_data=1.0)
+    setting, axes = made(how, zero=3, shard=16, ep=4)
+    steps, gather = setting.micro_steps, 10 * all_gather_seconds(axes.twins, 2 * P / 10)
+    reduce = 10 * all_gather_seconds(axes.twins, 4 * P / 10)
+    alone, both = (data_cost(setting, axes, Parameters(P, e, P, e), 10, 0.0, 1e3) for e in (0.0, P))
+    assert (axes.twins.size, axes.twin_copies.size, alone.twins) == (4, 1, None)
+    assert both.twins is not None and both.sent_bytes == alone.sent_bytes
+    assert (both.twins.sent_bytes, both.twins.count) == (steps * (2 * 2 + 4) * P, steps * 3 * 10)
+    assert both.twins.seconds == pytest.approx(steps * (2 * gather + reduce))
+    assert both.exposed - alone.exposed == pytest.approx(steps * gather), "of forwards"
+    shown = data_cost(setting, axes, Parameters(P, P, P, P), 10, 0.0, 0.0)
+    assert shown.twins is not None and shown.twins.hidden == 0.0
+    kept, axes = made(how, zero=3, shard=16, ep=4, keeps_gathered=True)
+    found = data_cost(kept, axes, Parameters(P, P, P, P), 10, 0.0, 1e3).twins
+    assert found is not None and found.sent_bytes == steps * (2 + 4) * P
+
+
+def test_copies_of_sharded_experts_sum_what_is_left_once_a_step() -> None:
+    how = Mechanisms(gather_bytes=2, reduce_bytes=4, experts_apart=True)
+    setting, axes = made(how, zero=3, shard=8, ep=4)
+    twins = data_cost(setting, axes, Parameters(P, P, P, P), 10, 0.0, 0.0).twins
+    assert (axes.twins.size, axes.twin_copies.size) == (2, 2) and twins is not None
+    assert twins.sent_bytes == setting.micro_steps * (2 * 2 + 4) * P + 2 * 4 * P / 2
+
+
 def test_low_rank_matrices_alone_travel_where_the_rest_is_frozen() -> None:
     assert cost(frozen=True).update == 0.0
     assert cost(frozen=True).sent_bytes == pytest.approx(0.01 * cost().sent_bytes)

@@ -120,9 +120,15 @@ def test_under_hsdp_each_link_has_its_own_traffic() -> None:
     assert got.time.data == pytest.approx(sum(row.seconds - row.hidden_seconds for row in got.traffic))
 
 
-def test_what_experts_copies_sum_has_a_row_of_its_own() -> None:
+def test_what_experts_copies_move_has_a_row_of_its_own() -> None:
+    """Sharded ones are gathered and reduced, of which backwards hide some; whole ones are summed at the end."""
     profile = find_model("mixtral-8x7b").profile(4096)
-    got = estimate(profile, NODES, choose(64, 1, dp_shard=32, ep=8))
+    shared = estimate(profile, NODES, choose(64, 1, dp_shard=32, ep=8))
+    (row,) = [row for row in shared.traffic if row.axis == COPIES_OF_EXPERTS]
+    assert 0 < row.hidden_seconds < row.seconds and row.link == NODES.between.name
+    exposed = sum(row.seconds - row.hidden_seconds for row in shared.traffic if row.axis != "ep")
+    assert shared.time.data == pytest.approx(exposed)
+    got = estimate(profile, NODES, choose(64, 1, dp_replicate=32, ep=8))
     rows = {row.axis: row for row in got.traffic}
     assert set(rows) == {"ep", "dp", COPIES_OF_EXPERTS}
     twins = rows[COPIES_OF_EXPERTS]

@@ -17,8 +17,8 @@ from allranks.rehearsing.whole import rehearse
 PLACES = Places(around=30, before=10, head=20, block=7, last=2, whole=100)
 HELD = Held(
     has=PLACES, makes=PLACES, casts=85, block_casts=6, casts_around=20, gradient_bytes=400, expert_gradient_bytes=0,
-    kept_bytes=1000, one_kept_bytes=1000, first_kept_bytes=100, times=1, working_bytes=50, head_bytes=300,
-    logits_bytes=600, other_logits_bytes=0,
+    kept_bytes=1000, one_kept_bytes=1000, first_kept_bytes=100, times=1, apart=0, apart_made=0,
+    working_bytes=50, head_bytes=300, logits_bytes=600, other_logits_bytes=0,
 )  # fmt: skip
 
 
@@ -139,6 +139,8 @@ OTHERS = [
     (SMALL, "pp=2,dp_replicate=4", ("train.global_batch=16", "train.micro_batch=1")),
     (MIXED, "dp_replicate=8,ep=8", ("train.global_batch=8",)),
     (MIXED, "dp_shard=8,ep=4", ("train.global_batch=8",)),
+    (MIXED, "dp_shard=8,ep=2", ("train.global_batch=8",)),
+    (MIXED, "dp_replicate=2,dp_shard=4,ep=2", ("train.global_batch=8",)),
 ]
 
 
@@ -171,6 +173,19 @@ def test_losses_of_other_micro_steps_wait_for_their_backwards() -> None:
         for plain, found in zip(moments(given, HELD), moments(given, other), strict=True):
             assert found.logits - plain.logits == (9 if plain.activations else 0)
     assert next(moments(setting(), other)).total == HELD.gradients
+
+
+def test_experts_that_are_gathered_by_themselves_are_not_there_when_they_are_reduced() -> None:
+    """Of a block of 7 they are 4: the next block's other 3 come while they work, and their buffer stays in forwards."""
+    apart = HELD._replace(apart=4, apart_made=4)
+    given = setting(dp_shard=4, ep=2)
+    wide, reduces = given.mechanisms.gather_bytes, given.mechanisms.reduce_bytes
+    assert given.experts_apart and given.mechanisms.gradient_bytes == 4
+    reduced = 400 - 4 * 30 / 4  # what stands around them is shared by all four
+    last, first = (20 + 4) * wide, reduced - (400 - 30) * 7 / 70
+    assert has(Moment(last, 1000, 0.0, (30 + 7 - 4) * wide, 4 * reduces + 3 * wide), (given, apart))
+    assert has(Moment(first + last, 100, 0.0, (30 + 7 - 4) * wide, 4 * reduces), (given, apart))
+    assert has(Moment((20 + 2) * wide, 1050, 0.0, (30 + 7) * wide, 4 * wide), (given, apart))
 
 
 def test_what_shards_are_multiplied_in_is_copied_where_they_are_not_gathered_in_it() -> None:

@@ -53,10 +53,11 @@ def test_a_forward_has_the_samples_that_the_data_gives_it(size: int, ranks: int)
 
 def test_experts_that_stay_are_cast_for_every_forward() -> None:
     """Under FSDP: what it gathers comes in the lower type, and DDP's copies are autocast's (models/moe.multiply)."""
-    assert setting_of(choose(dp_shard=8, ep=2)).casts_experts
+    assert setting_of(choose(dp_shard=8, ep=8)).casts_experts
     assert not setting_of(choose(dp_shard=8)).casts_experts
+    assert not setting_of(choose(dp_shard=8, ep=2)).casts_experts, "gathered, too"
     assert not setting_of(choose(dp_replicate=8, ep=2)).casts_experts
-    assert not setting_of(replace(choose(dp_shard=8, ep=2), precision="float32")).casts_experts
+    assert not setting_of(replace(choose(dp_shard=8, ep=8), precision="float32")).casts_experts
 
 
 def test_what_is_float32_under_autocast() -> None:
@@ -102,9 +103,25 @@ def test_the_ranks_of_a_sequence_share_what_fsdp_shards() -> None:
     assert setting_of(choose(dp_replicate=4, cp=2)).shard == 1
 
 
-def test_experts_that_ep_cuts_are_shared_no_further() -> None:
-    own = setting_of(choose(dp_shard=8, ep=4))
-    assert own.expert_shards == 1
+def test_who_shares_the_experts_that_ep_cuts() -> None:
+    """Of one copy those who hold the same ones, those of a sequence among them; of another framework, by ZeRO's stage.
+
+    What plain copies, or ranks of which a copy has unequally many, hold is shared no further.
+    """
+    shares = {
+        4.0: (choose(dp_shard=8, ep=2), choose(dp_shard=4, cp=2, ep=2), choose(dp_replicate=2, dp_shard=8, ep=2)),
+        2.0: (choose(dp_shard=8, ep=4), choose(dp_replicate=2, dp_shard=2, cp=2, ep=4)),
+        1.0: (
+            *(choose(dp_shard=8, ep=8), choose(dp_replicate=2, dp_shard=3, ep=2), choose(dp_replicate=8, ep=4)),
+            choose(dp_shard=8, ep=4, sharding="optimizer"),
+        ),
+    }
+    for expected, choices in shares.items():
+        for choice in choices:
+            found = setting_of(choice)
+            assert (found.expert_shards, found.experts_whole) == (expected, expected == 1), choice.layout
+            assert found.expert_shards == choice.layout.expert_shards
+    own = setting_of(choose(dp_shard=8, ep=4, sharding="optimizer"))
     assert replace(own, mechanisms=Mechanisms()).expert_shards == 2
     assert setting_of(choose(dp_shard=8)).expert_shards == 8
 

@@ -46,6 +46,11 @@ def test_experts() -> None:
         names = GroupNames(mesh)
         assert mesh.twin_group is not None
         assert (names.axis(mesh.group("ep")), names.axis(mesh.twin_group)) == ("ep", "copies of experts")
+    with fake_world(5, 16, "gloo"):
+        mesh = build_mesh(Layout(dp_replicate=2, dp_shard=8, ep=4), "cpu")
+        names = GroupNames(mesh)
+        assert mesh.expert_mesh is not None
+        assert [names.axis(mesh.expert_mesh.get_group(dim)) for dim in (0, 1)] == ["copies of experts"] * 2
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ What a module of experts is (docs/how-to/experts.md): it has a whole number `num
 expert with as many experts as its parameters hold. Under ep each rank's parameters hold some of them; around the
 module's own forward the rows are exchanged. The router, whatever it is, notices nothing.
 
-A cut parameter is a plain tensor of this rank's experts, as under tp. DDP and FSDP2 leave it alone: its gradient holds
-the tokens of the whole ep group already, and is added up over those ranks only that hold the same experts.
+A cut parameter is a plain tensor of this rank's experts, as under tp. DDP leaves it alone: its gradient holds the
+tokens of the whole ep group already, and is added up over those ranks only that hold the same experts. Where the layout
+is fully sharded FSDP2 shards it over these, each module of experts as a unit of its own (`shard`).
 """
 
 import inspect
@@ -24,6 +25,7 @@ from allranks.errors import LayoutError
 from allranks.parallel.average import take_back, tell_gradients
 from allranks.parallel.expert_ops import exchange, exchange_counts, order_by_expert
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.optional import depend_on
 from allranks.parallel.path import EXPERTS, Path
 from allranks.parallel.tensor import Cut
 from allranks.verdict import Decision
@@ -44,6 +46,7 @@ class ExpertCutter:
 
     Attributes:
         members: the modules of experts, by logical name, each once.
+        sharded: whether each becomes a unit of FSDP2, over the ranks that hold the same experts.
 
     Raises:
         LayoutError: there are none, their number does not divide, or a parameter is not stacked or is shared.
@@ -61,6 +64,9 @@ class ExpertCutter:
         self.members: dict[str, Any] = dict(sorted(first.values(), key=self._names.index))
         self._check(named)
         self._cut = {id(p): p for member in self.members.values() for _, p in _own(member)}
+        # A model that is nothing but experts is a unit already.
+        alone = any(member is module for member in self.members.values() for module in modules.values())
+        self.sharded = mesh.expert_mesh is not None and not alone
 
     def __call__(self, parameter: nn.Parameter, whole: nn.Parameter) -> nn.Parameter:
         """This rank's experts of `whole`, the placed value of `parameter`; itself where it is not cut."""
@@ -86,7 +92,7 @@ class ExpertCutter:
         together = self._mesh.twin_group is None and self._mesh.layout.local_sgd is None
         for name, member in self.members.items():
             note = partial(path.note, EXPERTS + (name or "of the model")) if together else lambda: None
-            _exchange_around(member, self._mesh.group("ep"), note)
+            _exchange_around(member, self._mesh.group("ep"), note, sharded=self.sharded)
         for module in modules.values():
             # torch has no public way to say it to DDP.
             names = [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in self._cut]
@@ -96,6 +102,8 @@ class ExpertCutter:
         each = " or ".join(str(size // ep) for size in sizes)
         some = ", ".join(list(self.members)[:3]) + " ..." * (len(self.members) > 3)
         what = f"each of ep={ep} ranks holds {each} of {' or '.join(map(str, sizes))} experts a layer"
+        if self.sharded:
+            what += f", sharded over the {self._mesh.layout.expert_shards} ranks that hold the same ones"
         return Decision(what, f"these modules compute tokens sorted by expert: {some}")
 
     def _bounds(self, num_experts: int) -> tuple[int, int]:
@@ -137,16 +145,22 @@ class ExpertGradients:
 
     Args:
         members: the modules of experts.
+        sharded: whether FSDP2 shards them, and makes that mean itself.
+
+    Attributes:
+        sharded: those of them that it shards.
     """
 
-    def __init__(self, members: Sequence[nn.Module], mesh: Mesh) -> None:
+    def __init__(self, members: Sequence[nn.Module], mesh: Mesh, *, sharded: bool = False) -> None:
         self._members = list(members)
+        self.sharded = self._members if sharded else []
+        self._whole = [] if sharded else self._members
         self._mesh = mesh
 
     @property
     def parameters(self) -> dict[int, nn.Parameter]:
-        """Those of them that this rank trains, by id; what other stages of a pipeline hold has no memory here."""
-        owned = (p for member in self._members for _, p in _own(member))
+        """Those of them that this rank trains and reduces here, by id; other stages' have no memory here."""
+        owned = (p for member in self._whole for _, p in _own(member))
         return {id(p): p for p in owned if p.requires_grad and not p.is_meta}
 
     def reduce(self, among: Collection[int] | None = None) -> None:
@@ -198,10 +212,13 @@ def count_rows(tokens: torch.Tensor, mine: torch.Tensor, theirs: torch.Tensor) -
     return mine.sum(1).tolist(), theirs.sum(1).tolist()
 
 
-def _exchange_around(module: nn.Module, group: dist.ProcessGroup, note: Callable[[], object] = lambda: None) -> None:
+def _exchange_around(
+    module: nn.Module, group: dist.ProcessGroup, note: Callable[[], object] = lambda: None, *, sharded: bool = False
+) -> None:
     """Let `module.forward`, which computes this rank's experts, be given the tokens of all of the group's ranks.
 
-    `note` is called before each exchange.
+    `note` is called before each exchange. Ranks over which experts are `sharded` reduce their gradients together,
+    though one of them may have been given no token: its are zeros then.
     """
     compute: Callable[..., torch.Tensor] = module.forward
 
@@ -213,6 +230,8 @@ def _exchange_around(module: nn.Module, group: dist.ProcessGroup, note: Callable
         rows = exchange(tokens, group, sent, received)
         order = order_by_expert(theirs, len(rows))
         computed = compute(rows[order], theirs.sum(0))
+        if sharded and not len(rows) and torch.is_grad_enabled():
+            computed = depend_on(computed, [p for _, p in _own(self) if p.requires_grad])
         return exchange(computed[order.argsort()], group, received, sent)
 
     module.forward = types.MethodType(forward, module)

@@ -8,7 +8,7 @@ Nor does a unit wait for them: FSDP2 overlaps on streams, which a CPU has not. W
 its way while the unit before computes, and its own gradients travel while the next one computes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, cast, final
 
@@ -121,7 +121,15 @@ def exchange_and_sum(
 
 
 def gather_through_gloo(
-    module: nn.Module, mesh: DeviceMesh, path: Path | None = None, *, overlap: bool = True, staged: bool = False
+    module: nn.Module,
+    mesh: DeviceMesh,
+    path: Path | None = None,
+    *,
+    overlap: bool = True,
+    staged: bool = False,
+    apart: Collection[nn.Module] = (),
+    divisor: int | None = None,
+    under_way: "Reductions | None" = None,
 ) -> Line:
     """Let the units of an FSDP module communicate in this way, where it is gloo; returns a spare group of `mesh`.
 
@@ -130,33 +138,38 @@ def gather_through_gloo(
         path: what this rank enters, compared with the others' while it waits for them; None: nobody notes that.
         overlap: whether gradients travel while the next unit computes, which keeps what is received that long.
         staged: whether this rank waits for other stages, too.
+        apart: units in `module` that another mesh shards.
+        divisor: of the sum of gradients; by default the number of ranks, as is FSDP2's own.
+        under_way: by default reductions of these units alone.
     """
+    members = [one for one in module.modules() if isinstance(one, FSDPModule) and one not in apart]
+    if divisor is not None:
+        for member in members:
+            member.set_gradient_divide_factor(float(divisor))
     group = mesh.get_group(mesh.ndim - 1)
     if not is_gloo(group, mesh.device_type) or mesh.size() == 1:
         if dist.get_backend(group) == dist.Backend.GLOO:
             # A GPU's tensors: torch's own gloo may sum where a mean is asked for (pytorch issue 162338).
-            for member in module.modules():
-                if isinstance(member, FSDPModule):
-                    member.set_force_sum_reduction_for_comms(True)
+            for member in members:
+                member.set_force_sum_reduction_for_comms(True)
         return None
-    lines = {} if path is None else open_lines(module, mesh)
+    lines = {} if path is None else open_lines(module, mesh, apart)
     if path is not None and path.wait is wait_plainly:
         watch_path(path, lines.get(SPARE, group), staged=staged)
     wait = wait_plainly if path is None else path.wait
     if dist.get_world_size(group) == 1:
         return lines.get(SPARE)
-    divisor, at_once = mesh.size(), mesh.ndim > 1 or not overlap
+    divisor, at_once = divisor or mesh.size(), mesh.ndim > 1 or not overlap
     keep_heap()  # here too, for processes whose group the user's own script has started
-    under_way = Reductions()
-    for member in module.modules():
-        if isinstance(member, FSDPModule):
-            state: Any = member._get_fsdp_state()
-            line = lines.get(id(state))
-            member.set_custom_all_gather(cast("Any", _Gather(wait, line)))
-            # The divisions are ours: FSDP2's way with them depends on the type, and may come after this collective.
-            member.set_custom_reduce_scatter(cast("Any", _Scatter(wait, line, under_way, state, divisor, at_once)))
-            member.set_force_sum_reduction_for_comms(True)
-            member.set_gradient_divide_factor(1.0)
+    under_way = Reductions() if under_way is None else under_way
+    for member in members:
+        state: Any = member._get_fsdp_state()
+        line = lines.get(id(state))
+        member.set_custom_all_gather(cast("Any", _Gather(wait, line)))
+        # The divisions are ours: FSDP2's way with them depends on the type, and may come after this collective.
+        member.set_custom_reduce_scatter(cast("Any", _Scatter(wait, line, under_way, state, divisor, at_once)))
+        member.set_force_sum_reduction_for_comms(True)
+        member.set_gradient_divide_factor(1.0)
     return lines.get(SPARE)
 
 

@@ -38,7 +38,7 @@ def describe_offload(layout: Layout) -> list[Decision]:
     """What is told of it at the start."""
     if not layout.offloads_parameters:
         return []
-    which = "parameters but those of cut experts" if layout.ep > 1 else "parameters"
+    which = "parameters but those of cut experts" if layout.ep > 1 == layout.expert_shards else "parameters"
     what = f"{which}, gradients and the optimizer's state wait in the host's memory, and the update runs there"
     because = f"offload={layout.offload}: the device has what is gathered; the host waits for each backward's gradients"
     return [Decision(what, because)]

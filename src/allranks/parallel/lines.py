@@ -1,6 +1,7 @@
 """Groups beside a mesh's own, over which the units of an FSDP module travel through gloo, each size apart."""
 
 import math
+from collections.abc import Collection
 from weakref import WeakKeyDictionary
 
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 SPARE = 0  # no unit's id: what a rank has to ask travels apart from all messages of units
 MOST_LINES = 9  # groups with threads and sockets: units of further sizes share the first
@@ -16,14 +17,16 @@ MOST_LINES = 9  # groups with threads and sockets: units of further sizes share 
 _LINES = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], list[dist.ProcessGroup]]]()
 
 
-def open_lines(module: nn.Module, mesh: DeviceMesh) -> dict[int, dist.ProcessGroup]:
+def open_lines(module: nn.Module, mesh: DeviceMesh, apart: Collection[nn.Module] = ()) -> dict[int, dist.ProcessGroup]:
     """Id of a unit's state -> the group that it travels over, one for each size of unit; and one of all of `mesh`.
+
+    Units that are `apart`, over another mesh, are not among them.
 
     gloo ends the process where a message is longer than what is expected, as it would be where the ranks enter units of
     unequal size; over groups of their own they wait, and find out (`parting`).
     """
     sizes, group = dict[int, int](), mesh.get_group(mesh.ndim - 1)
-    _add_sizes(module, 0, dist.get_world_size(group), sizes)
+    _add_sizes(module, 0, dist.get_world_size(group), sizes, apart)
     distinct = list(dict.fromkeys(sizes.values()))
     spare = _extra_lines(sorted(mesh.mesh.flatten().tolist()), 1)[0]
     if dist.get_world_size(group) == 1:
@@ -53,12 +56,25 @@ def _extra_lines(ranks: list[int], wanted: int) -> list[dist.ProcessGroup]:
     return known
 
 
-def _add_sizes(module: nn.Module, unit: int, num_ranks: int, sizes: dict[int, int]) -> None:
+def _add_sizes(
+    module: nn.Module, unit: int, num_ranks: int, sizes: dict[int, int], apart: Collection[nn.Module]
+) -> None:
     """Add the elements that a rank gives when `module`, a part of `unit`, is gathered; units in it are their own."""
+    if module in apart:
+        return
     if isinstance(module, FSDPModule):
         unit = id(module._get_fsdp_state())
     for parameter in module.parameters(recurse=False):
         if isinstance(parameter, DTensor) and parameter.dim():
-            sizes[unit] = sizes.get(unit, 0) - (-parameter.shape[0] // num_ranks) * math.prod(parameter.shape[1:])
+            cut = cut_dim(parameter)
+            others = math.prod(extent for dim, extent in enumerate(parameter.shape) if dim != cut)
+            sizes[unit] = sizes.get(unit, 0) - (-parameter.shape[cut] // num_ranks) * others
     for child in module.children():
-        _add_sizes(child, unit, num_ranks, sizes)
+        _add_sizes(child, unit, num_ranks, sizes, apart)
+
+
+def cut_dim(parameter: DTensor) -> int:
+    """The dim along which `fully_shard` has cut it: over the last dim of its mesh."""
+    placement = parameter.placements[-1]
+    assert isinstance(placement, Shard)
+    return placement.dim

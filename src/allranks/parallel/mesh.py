@@ -36,6 +36,7 @@ class Mesh:
         data_group: the ranks that see other samples and hold the same part of the model; None where this is one rank.
         expert_group: those of them, next to each other, over which the experts are cut; None without ep.
         twin_group: those of them that hold the same experts; None without ep, and where this is one rank.
+        expert_mesh: these as `fully_shard` shards experts over them, in copies or not; None: experts are whole.
         sample_group: these, and the ranks that see other positions; None where this is one rank.
         gradient_group: those of them whose gradients are averaged; None where this is one rank.
         folded: the same mesh with cp folded into a data axis, where `fully_shard` needs it so.
@@ -48,6 +49,7 @@ class Mesh:
     data_group: dist.ProcessGroup | None = None
     expert_group: dist.ProcessGroup | None = None
     twin_group: dist.ProcessGroup | None = None
+    expert_mesh: DeviceMesh | None = None
     gradient_group: dist.ProcessGroup | None = None
     folded: DeviceMesh | None = None
     sample_group: dist.ProcessGroup | None = None
@@ -201,19 +203,42 @@ def _group_over(axes: Sequence[str], mesh: DeviceMesh) -> dist.ProcessGroup | No
     return _make_groups(mesh.mesh.movedim(dims, [dim - len(dims) for dim in range(len(dims))]).reshape(-1, size))
 
 
-def _expert_groups(layout: Layout, mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """(those that share out the experts, those that hold the same ones): ep re-cuts D, the innermost ranks first."""
+def _expert_groups(
+    layout: Layout, mesh: DeviceMesh
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, DeviceMesh | None]:
+    """(those that share out the experts, those that hold the same ones): ep re-cuts D, the innermost ranks first.
+
+    And these as a mesh, where experts are sharded over them.
+    """
     if layout.ep == 1:
-        return None, None
+        return None, None, None
     # Groups of their own even where they are the whole world: what travels between experts must not wait in one queue
     # with the buckets that DDP reduces meanwhile.
     sharing = _make_groups(_data_ranks(mesh).reshape(-1, layout.ep))
     if layout.ep == layout.gradient_ranks:
-        return sharing, None
+        return sharing, None, None
     # The ranks of a sequence hold the same experts; so do copies, unless they train by themselves.
     among = ("cp",) if layout.local_sgd is None else ("dp_replicate", "cp")
     ranks = _data_ranks(mesh, *among).reshape(-1, layout.gradient_ranks // layout.ep, layout.ep)
-    return sharing, _make_groups(ranks.mT.flatten(0, 1))
+    twins = ranks.mT.flatten(0, 1)
+    group = _make_groups(twins)
+    return sharing, group, None if layout.expert_shards == 1 else _expert_mesh(layout, mesh, twins, group)
+
+
+def _expert_mesh(layout: Layout, mesh: DeviceMesh, twins: torch.Tensor, own: dist.ProcessGroup) -> DeviceMesh:
+    """(copies, shards) of the experts of this rank, or (shards); collective.
+
+    Args:
+        twins: in each row ranks that hold the same experts; this rank is in one, whose group is `own`.
+    """
+    shards = "dp_shard" if layout.cp == 1 else "dp_shard_cp"
+    if layout.expert_shards == twins.shape[1]:
+        return DeviceMesh.from_group(own, mesh.device_type, mesh_dim_names=(shards,))
+    # In the order of all ranks those of one copy are next to each other.
+    ranks = twins.sort().values.reshape(len(twins), -1, layout.expert_shards)
+    groups = [_make_groups(ranks.mT.flatten(0, 1)), _make_groups(ranks.flatten(0, 1))]
+    mine = next(row for row in ranks if dist.get_rank() in row)
+    return DeviceMesh.from_group(groups, mesh.device_type, mine, mesh_dim_names=("dp_replicate", shards))
 
 
 def _data_ranks(mesh: DeviceMesh, *before: str) -> torch.Tensor:

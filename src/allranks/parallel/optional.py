@@ -113,8 +113,7 @@ class _Touch:
             first.append(tensor)
             # With memory of its own: to autograd it is a view else, which neither a loss nor a pipeline changes in
             # place.
-            found: torch.Tensor = _Zeros.apply(tensor, *parameters).clone()  # type: ignore[no-untyped-call]
-            return found
+            return depend_on(tensor, parameters).clone()
 
         changed = map_tensors(change, output)
         if not first:
@@ -124,6 +123,12 @@ class _Touch:
                 "which the gradients of what it leaves out could depend"
             )
         return changed
+
+
+def depend_on(tensor: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`tensor`, whose backward gives each of `parameters` a gradient of zeros."""
+    found: torch.Tensor = _Zeros.apply(tensor, *parameters)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Zeros(torch.autograd.Function):

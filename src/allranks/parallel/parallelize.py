@@ -100,7 +100,7 @@ def parallelize(
     experts = _cut_experts(modules, mesh, placer, cuts, decisions, path) if mesh.layout.ep > 1 else None
     balances = find_balances(modules, mesh.gradient_group)
     blocks_of = _find_blocks(modules, mesh, blocks, optional, stages, norms, decisions)
-    units = _place_by_units(modules, mesh, precision, placer, blocks_of, stages, path, decisions)
+    units = _place_by_units(modules, mesh, precision, placer, blocks_of, stages, path, decisions, experts)
     entries, tensors = identify(modules, units, mesh, cuts, {} if stages is None else stages.pipeline.ranks)
     give_marks(marks, tensors, modules.values())
     if stages is not None:
@@ -196,6 +196,7 @@ def _place_by_units(
     stages: Stages | None,
     path: Path,
     decisions: list[Decision],
+    experts: ExpertGradients | None,
 ) -> dict[str, list[Unit]]:
     """Change blocks as the layout says, give every tensor its place, and cut it there where it is sharded."""
     layout, units = mesh.layout, dict[str, list[Unit]]()
@@ -210,7 +211,7 @@ def _place_by_units(
         placer.placement = begin_placement(modules, mesh, placer.device, blocks.hints, decisions)
     decisions += change_blocks(modules, changed, layout, placer.device)
     if layout.fully_sharded:
-        units = _shard_all(modules, mesh, precision, placer, gathered, path)
+        units = _shard_all(modules, mesh, precision, placer, gathered, path, experts)
         decisions += [describe_units(name, cut, bool(blocks.hints)) for name, cut in units.items()]
         decisions += describe_offload(layout)
     for module in modules.values():
@@ -237,12 +238,14 @@ def _shard_all(
     placer: Placer,
     found: Mapping[str, Sequence[str]],
     path: Path,
+    experts: ExpertGradients | None,
 ) -> dict[str, list[Unit]]:
     check_apart(modules, mesh)
     units = {which: group_units(module, found[which]) for which, module in modules.items()}
     waits = choose_offload(mesh.layout, placer.device)
     for which, module in modules.items():
-        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path, waits)
+        sharded = () if experts is None else experts.sharded
+        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path, waits, sharded)
     return units
 
 
@@ -283,7 +286,8 @@ def _cut_experts(
     """Cut them after what else cuts parameters; how goes into `cuts`."""
     cutter = ExpertCutter(modules, mesh)
     decisions.append(cutter.install(modules, path))
-    cut_before, placer.apart = placer.cut, list(cutter.members.values())
+    members = list(cutter.members.values())
+    cut_before, placer.apart = placer.cut, () if cutter.sharded else members
     placer.cut = lambda built, placed: cutter(built, cut_before(built, placed))
     cuts |= cutter.find_cuts()
-    return ExpertGradients(placer.apart, mesh)
+    return ExpertGradients(members, mesh, sharded=cutter.sharded)

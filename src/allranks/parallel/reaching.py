@@ -7,7 +7,7 @@ first, over a line of its own: one that has all of them is waited for there unti
 parts compare every unit: who waits for other copies does so inside of FSDP2, where nobody finds out anything.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, Final
 
@@ -24,7 +24,9 @@ WORDS_BYTES: Final = 1024
 """So much of what a rank has to say is sent, behind a digest of all of it."""
 
 
-def follow_reductions(module: nn.Module, path: Path, line: dist.ProcessGroup | None, *, copies: bool) -> None:
+def follow_reductions(
+    module: nn.Module, path: Path, line: dist.ProcessGroup | None, *, copies: bool, apart: Collection[nn.Module] = ()
+) -> None:
     """Let every unit of `module` note in `path` whose gradients it reduces.
 
     Args:
@@ -32,8 +34,12 @@ def follow_reductions(module: nn.Module, path: Path, line: dist.ProcessGroup | N
             TaskError where they lack different ones. None: nobody asks, and the step's agreement finds out.
         copies: whether there are several of each part, on other ranks of the line: then those that lack nothing
             compare, too.
+        apart: units in it that other ranks reduce.
     """
+    others = set(map(id, parameter_groups(apart)))
     for group in parameter_groups([module]):
+        if id(group) in others:
+            continue
         group.post_backward = _following(group.post_backward, group, path, line, copies)
 
 

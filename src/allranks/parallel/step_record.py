@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from allranks.parallel.functional_calls import stands_for
 from allranks.parallel.mesh import MESH_AXES
 from allranks.parallel.spread import Spread
+from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 
 DEVICE_OF: Final = torch.ops.prim.device.default
 MODEL, REST = "the model", "the rest"
@@ -255,6 +256,9 @@ def _axis_names(spread: Spread) -> dict[str, str]:
     mesh, layout = spread.mesh, spread.mesh.layout
     axes = [axis for axis in (*MESH_AXES, "ep") if getattr(layout, axis) > 1]
     found: dict[str, str] = {mesh.group(axis).group_name: axis for axis in axes}
+    if mesh.expert_mesh is not None:
+        groups = [mesh.expert_mesh.get_group(dim) for dim in range(mesh.expert_mesh.ndim)]
+        found |= {group.group_name: COPIES_OF_EXPERTS for group in groups}
     if mesh.gradient_group is not None:
         found.setdefault(mesh.gradient_group.group_name, "the data-parallel ranks")
     return found

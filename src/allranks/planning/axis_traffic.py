@@ -30,7 +30,8 @@ class Axes:
 
     Attributes:
         shard: those who share a copy's parameters; copies: those who hold the same part of each copy (HSDP).
-        twins: those who hold the same experts, where ep cuts them.
+        twins: those who hold the same experts, where ep cuts them: of one copy, where they share them; twin_copies:
+            those who hold the same part of them then.
     """
 
     machine: Machine
@@ -41,6 +42,7 @@ class Axes:
     shard: Group
     copies: Group
     twins: Group
+    twin_copies: Group
     pipeline: Group
 
 
@@ -48,6 +50,7 @@ def axes_of(cluster: Cluster, setting: Setting) -> Axes:
     """tp innermost, then cp, then data, pp outermost: the order of the mesh (and of Megatron-LM, 2104.04473)."""
     constants = constants_of(cluster.device)
     inner, data, shard = setting.tp * setting.cp, setting.dp * setting.cp, max(1, setting.shard)
+    twins = int(setting.expert_shards) if setting.experts_apart else max(1, data // setting.ep)
 
     def group(size: int, stride: int) -> Group:
         return group_of(cluster, constants, size, stride)
@@ -60,7 +63,8 @@ def axes_of(cluster: Cluster, setting: Setting) -> Axes:
         data=group(data, setting.tp),
         shard=group(shard, setting.tp),
         copies=group(max(1, data // shard), shard * setting.tp),
-        twins=group(max(1, data // setting.ep), setting.ep * setting.tp),
+        twins=group(twins, setting.ep * setting.tp),
+        twin_copies=group(max(1, data // (setting.ep * twins)), shard * setting.tp),
         pipeline=group(setting.pp, inner * setting.dp),
     )
 

@@ -5,7 +5,7 @@ from typing import NamedTuple, final
 
 from allranks.planning.axis_traffic import Axes
 from allranks.planning.block_cost import NOTHING_AROUND, Around, Parameters
-from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
+from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from allranks.planning.compute import update_seconds
 from allranks.planning.setting import Setting
 
@@ -13,11 +13,16 @@ from allranks.planning.setting import Setting
 @final
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What some of the data-parallel ranks sum by themselves, of one step: their part of a DataCost's seconds."""
+    """What some of the data-parallel ranks move by themselves, of one step: their part of a DataCost's seconds.
+
+    Attributes:
+        hidden: of `seconds`, in what is apart from the others' (`twins`).
+    """
 
     seconds: float
     sent_bytes: float
     count: int
+    hidden: float = 0.0
 
 
 @final
@@ -28,7 +33,7 @@ class DataCost:
     Attributes:
         sent_bytes, count: without those of `copies` and of `twins`.
         copies: over copies of what each shares out (HSDP); None: nothing is summed over copies apart.
-        twins: of experts that ep cuts, over those who hold the same ones; all of it is exposed.
+        twins: of experts that ep cuts, over those who hold the same ones.
     """
 
     seconds: float
@@ -55,10 +60,10 @@ LOW_RANK = 0.01
 def moved_parameters(setting: Setting, every: Parameters) -> Moved:
     """Of a rank that holds `every` parameter of these.
 
-    Of experts that ep cuts our engine moves none: they are whole where they are, and `twin_sums` has their gradients.
-    Elsewhere they are copied on ranks / ep of the data-parallel ranks alone.
+    Of experts that ep cuts our engine moves none with the others: `twin_sums` has what it moves of them. Elsewhere they
+    are copied on ranks / ep of the data-parallel ranks alone.
     """
-    if setting.ep > 1 and setting.mechanisms.experts_stay:
+    if setting.experts_whole or setting.experts_apart:
         return Moved(every.dense, every.trained)
     among = 1.0 if setting.ep == 1 else max(0.0, 1 - setting.ep / (setting.dp * setting.cp))
     gathered = every.dense + every.expert * among
@@ -106,7 +111,8 @@ def data_cost(
         found = _sharded_cost(setting, axes, moved, units, again, forward, backward, update)
     else:
         found = _whole_cost(setting, axes, moved, units, forward, backward, update)
-    return with_twins(found, twin_sums(setting, axes, every))
+    room = setting.micro_steps * backward - (found.seconds - found.exposed)
+    return with_twins(found, twin_sums(setting, axes, every, units - around.units, room))
 
 
 def _whole_cost(
@@ -185,22 +191,50 @@ def sum_over_copies(setting: Setting, axes: Axes, parameters: float, messages: i
     return Sums(times * all_reduce_seconds(axes.copies, size), times * 2 * size, times * messages)
 
 
-def twin_sums(setting: Setting, axes: Axes, every: Parameters) -> Sums | None:
-    """Of the gradients of experts that ep cuts, once a step, after the last backward (parallel/expert.py); None where
-    nobody holds the same ones, or a framework shares them as other parameters.
+def twin_sums(setting: Setting, axes: Axes, every: Parameters, units: int, room: float = 0.0) -> Sums | None:
+    """Of experts that ep cuts; None where nobody holds the same ones, or a framework shares them as other parameters.
+
+    Of whole ones the gradients, once a step, after the last backward (parallel/expert.py). Of sharded ones as ZeRO 3
+    has it, in `units` blocks (parallel/shard.py): nothing runs ahead of a forward's gathers, which are waited for.
+
+    Args:
+        room: seconds of the backwards behind which nothing travels yet.
     """
-    alone = setting.ep > 1 and setting.mechanisms.experts_stay
-    if not alone or axes.twins.size <= 1 or not every.trained_expert:
+    if axes.twins.size <= 1 or not every.expert:
+        return None
+    if setting.experts_apart:
+        return _shared_by_twins(setting, axes, every, max(1, units), room)
+    if not setting.experts_whole or not every.trained_expert:
         return None
     size = every.trained_expert * setting.mechanisms.gradient_bytes
     return Sums(all_reduce_seconds(axes.twins, size), 2 * size, 1)
 
 
+def _shared_by_twins(setting: Setting, axes: Axes, every: Parameters, units: int, room: float) -> Sums:
+    """Gathers for forward and backward of each micro-step, reductions, and what copies sum of these (HSDP)."""
+    how, steps = setting.mechanisms, setting.micro_steps
+    reductions = steps if how.reduces_every_micro_step else 1
+    again = 0 if setting.keeps_gathered else steps
+    forwards = reductions if setting.keeps_gathered else steps
+    gathered, reduced = every.expert * how.gather_bytes, every.trained_expert * how.reduce_bytes
+    gather = units * all_gather_seconds(axes.twins, gathered / units)
+    reduce = units * reduce_scatter_seconds(axes.twins, reduced / units)
+    behind = again * gather + reductions * reduce
+    seconds, sent = forwards * gather + behind, (forwards + again) * gathered + reductions * reduced
+    count = units * (forwards + again + reductions)
+    if axes.twin_copies.size > 1:
+        times, part = reductions if setting.pp > 1 else 1, reduced / axes.twins.size
+        seconds += times * all_reduce_seconds(axes.twin_copies, part)
+        sent, count = sent + times * 2 * part, count + times * units
+    return Sums(seconds, sent, count, min(how.overlap_data * behind, max(0.0, room)))
+
+
 def with_twins(cost: DataCost, twins: Sums | None) -> DataCost:
-    """With these sums, which nothing hides."""
+    """With these, of which nothing else is hidden than they say."""
     if twins is None:
         return cost
-    return replace(cost, seconds=cost.seconds + twins.seconds, exposed=cost.exposed + twins.seconds, twins=twins)
+    exposed = cost.exposed + twins.seconds - twins.hidden
+    return replace(cost, seconds=cost.seconds + twins.seconds, exposed=exposed, twins=twins)
 
 
 def _exposed(communication: float, computation: float, overlap: float) -> float:

@@ -161,10 +161,11 @@ def _data(
 
 
 def _updated_on_host(cost: DataCost, parts: Parts, setting: Setting, every: Parameters) -> DataCost:
-    """With the host's update in the place of the device's, which keeps that of experts that ep cuts."""
+    """With the host's update in the place of the device's, which keeps that of experts that are whole."""
     if not waits_on_host(setting):
         return cost
-    alone = Parameters(expert=every.expert, trained_expert=every.trained_expert) if setting.ep > 1 else Parameters()
+    whole = setting.experts_whole
+    alone = Parameters(expert=every.expert, trained_expert=every.trained_expert) if whole else Parameters()
     kept = held_trained(setting, alone)
     here = update_seconds(parts.axes.machine, kept) if kept else 0.0
     return replace(cost, update=here + host_cost(parts.cluster, setting, every).update_seconds)
@@ -236,7 +237,8 @@ def _data_rows(axes: Axes, data: DataCost) -> Iterator[Traffic]:
     """
     copies, twins = data.copies, data.twins
     rest = data.seconds - (0.0 if twins is None else twins.seconds)
-    hidden = (data.seconds - data.exposed) / rest if rest else 0.0
+    own = 0.0 if twins is None else twins.hidden
+    hidden = (data.seconds - data.exposed - own) / rest if rest else 0.0
     if copies is not None:
         shared, seconds = rest - copies.seconds, copies.seconds
         yield Traffic("dp_shard", axes.shard.link.name, data.sent_bytes, data.count, shared, hidden * shared)
@@ -246,4 +248,4 @@ def _data_rows(axes: Axes, data: DataCost) -> Iterator[Traffic]:
         yield Traffic("dp", axes.data.link.name, data.sent_bytes, data.count, rest, hidden * rest)
     if twins is not None:
         link = axes.twins.link.name
-        yield Traffic(COPIES_OF_EXPERTS, link, twins.sent_bytes, twins.count, twins.seconds, 0.0)
+        yield Traffic(COPIES_OF_EXPERTS, link, twins.sent_bytes, twins.count, twins.seconds, own)

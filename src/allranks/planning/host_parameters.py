@@ -39,7 +39,7 @@ def waits_on_host(setting: Setting) -> bool:
 
 
 def host_cost(cluster: Cluster, setting: Setting, every: Parameters) -> HostCost:
-    """Of a rank whose stage has `every` parameter; experts that ep cuts stay on the device (docs: save memory).
+    """Of a rank whose stage has `every` parameter; experts that are whole stay on the device (docs: save memory).
 
     What goes and comes is FSDP2's CPUOffloadPolicy (torch/distributed/fsdp/_fully_shard); the update that of
     ZeRO-Offload (2101.06840, table 4).
@@ -47,9 +47,9 @@ def host_cost(cluster: Cluster, setting: Setting, every: Parameters) -> HostCost
     if not waits_on_host(setting):
         return HostCost()
     how = setting.mechanisms
-    shard, alone = max(1, setting.shard), setting.ep > 1
-    held = (every.dense + (0.0 if alone else every.expert)) / shard
-    trained = (every.trained + (0.0 if alone else every.trained_expert)) / shard
+    shard, experts = max(1, setting.shard), 0.0 if setting.experts_whole else 1 / setting.expert_shards
+    held = every.dense / shard + every.expert * experts
+    trained = every.trained / shard + every.trained_expert * experts
     on_node = trained * min(cluster.devices_per_node, setting.dp * setting.tp * setting.cp * setting.pp)
     additions = setting.micro_steps - 1 if how.reduces_every_micro_step else 0
     return HostCost(

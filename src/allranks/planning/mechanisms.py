@@ -55,7 +55,8 @@ class Mechanisms:
         keeps_gathered_inputs: what tp gathers of the positions for a product stays until its backward (DTensor's
             redistribution), while norms and residuals keep 1/tp; Megatron-LM gathers it again (2205.05198, 4.2.2).
         experts_stay: experts that ep cuts are shared no further, neither they nor their state (parallel/expert.py);
-            else the ranks that hold the same ones share them as ZeRO's stage says.
+            else the ranks that hold the same ones share them as ZeRO's stage says. experts_apart: by messages of their
+            own (parallel/shard.py), else as if all data-parallel ranks moved them with the rest.
         gradients: "resting": they have their memory for the whole run (Megatron-LM, DeepSpeed); "made": each step's
             backward makes them, and the update drops them (torch; DDP's buckets stay).
         scattered_sends: stages send 1/tp of an activation (2104.04473, section 4.1).
@@ -121,6 +122,7 @@ class Mechanisms:
     stages: Literal["blocks", "parameters"] = "blocks"
     keeps_gathered_inputs: bool = False
     experts_stay: bool = False
+    experts_apart: bool = False
     gradients: Literal["resting", "made"] = "resting"
     offloaded_share: float = 1.0
     experts_see_all: bool = False
@@ -149,13 +151,19 @@ gradient of what it picks and the result at once."""
 def mechanisms_of(choice: Choice) -> Mechanisms:
     """What torch's FSDP2, DDP, DTensor and pipelining do as allranks sets them up (law 7: float32 parameters)."""
     layout = choice.layout
-    modes = layout.gather, layout.ddp_hook, layout.compile, layout.fully_sharded
+    modes = layout.gather, layout.ddp_hook, layout.compile, layout.fully_sharded, layout.expert_shards == 1
     return _mechanisms(choice.precision, choice.upkeep.state_values, *modes)
 
 
 @cache
 def _mechanisms(
-    precision: str, state_values: int, gather_type: str, ddp_hook: str, compile_mode: str, fully_sharded: bool
+    precision: str,
+    state_values: int,
+    gather_type: str,
+    ddp_hook: str,
+    compile_mode: str,
+    fully_sharded: bool,
+    experts_whole: bool,
 ) -> Mechanisms:
     lowered = precision != "float32" and precision != "float64"
     wide = 8.0 if precision == "float64" else 4.0
@@ -178,7 +186,8 @@ def _mechanisms(
         cut_logits_copies=TENSOR_COPIES,
         # FSDP's are counted by the unit; one made in autocast's type takes the place of its weight's copy.
         temporary_gradient_bytes=0.0 if fully_sharded else wide,
-        experts_stay=True,
+        experts_stay=experts_whole,
+        experts_apart=True,
         experts_see_all=True,
         norms_in_float32=True,
         copies_tied=True,

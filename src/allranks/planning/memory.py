@@ -94,8 +94,8 @@ def _held(setting: Setting, every: Parameters, stage: int, *, trained: bool) -> 
 def _state_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> tuple[float, float, float]:
     """(Weights, gradients, optimizer) of the parameters that a rank keeps from step to step (1910.02054, section 3)."""
     how, every = setting.mechanisms, add_up(here)
-    if waits_on_host(setting):  # but experts that ep cuts
-        alone = setting.ep > 1
+    if waits_on_host(setting):  # but experts that are whole
+        alone = setting.experts_whole
         every = Parameters(expert=every.expert, trained_expert=every.trained_expert) if alone else Parameters()
     return (
         _held(setting, every, 3, trained=False) * how.weight_bytes,

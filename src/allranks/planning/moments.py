@@ -36,7 +36,7 @@ class Places(NamedTuple):
     """Parameters by where they stand: of no repeated block, of these the ones in front of the blocks, and behind them;
     of the largest block, and of its last product; all of them, before any sharding.
 
-    Experts that ep cuts are in none of them, because nobody gathers them.
+    Experts that ep cuts are in none of them, where they are whole: nobody gathers them.
     """
 
     around: float = 0.0
@@ -69,9 +69,12 @@ class Held(NamedTuple):
         has: its parameters; makes: those of them that get gradients.
         casts, block_casts, casts_around: parameters that products read, which autocast copies: all, of the largest
             block, outside of the blocks.
-        gradient_bytes: as they rest between micro-steps, without those of experts that ep cuts: expert_gradient_bytes.
+        gradient_bytes: as they rest between micro-steps, without those of whole experts that ep cuts:
+            expert_gradient_bytes.
         kept_bytes: of all micro-steps under way; one_kept_bytes: of one; first_kept_bytes: of one, up to the first
             block's end; times: micro-steps under way.
+        apart: of the largest block the experts that are gathered by themselves, when the block before has given back
+            its own; apart_made: those that get gradients.
         working_bytes: more in the backward of a repeated block; head_bytes: in that of what is behind them.
         logits_bytes: beside the activations where the loss is made; other_logits_bytes: of other micro-steps' losses,
             until their backwards.
@@ -88,6 +91,8 @@ class Held(NamedTuple):
     one_kept_bytes: float
     first_kept_bytes: float
     times: float
+    apart: float
+    apart_made: float
     working_bytes: float
     head_bytes: float
     logits_bytes: float
@@ -112,8 +117,8 @@ def held_by(
     first, final = (again[0], again[-1]) if again else (len(here), len(here))
     has = makes = Places()
     casts = block_casts = casts_around = experts = 0.0
-    first_kept = block_kept = working = head_working = logits = kept_logits = 0.0
-    alone = setting.ep > 1
+    apart = apart_made = first_kept = block_kept = working = head_working = logits = kept_logits = 0.0
+    alone = setting.experts_whole
     # One pass: a search asks this of every stage of thousands of settings.
     for place, (count, cost) in enumerate(here):
         if not count:
@@ -128,6 +133,8 @@ def held_by(
             makes = makes.with_block(count, made, cost.last_trained)
             block_casts, block_kept = max(block_casts, cost.cast_parameters), max(block_kept, cost.kept_bytes)
             working = max(working, cost.working_bytes)
+            if setting.experts_apart:
+                apart, apart_made = max(apart, cost.expert_parameters), max(apart_made, cost.trained_expert)
             continue
         before, behind = place < first, place > final
         has = has.with_rest(count, gathered, before=before, behind=behind)
@@ -149,6 +156,8 @@ def held_by(
         one_kept_bytes=kept_bytes / times if times else 0.0,
         first_kept_bytes=first_kept + block_kept,
         times=times,
+        apart=apart,
+        apart_made=apart_made,
         working_bytes=working,
         head_bytes=head_working,
         logits_bytes=logits,
@@ -187,25 +196,42 @@ def _of_shards(setting: Setting, held: Held) -> Iterator[Moment]:
     yield Moment(earlier, held.kept_bytes, held.logits_bytes, whole * wide + waits, late)  # the loss
     yield Moment(earlier + makes.head * wide, held.kept_bytes + held.head_bytes, 0.0, whole * wide + waits, late)
     # One block before: its gradients are being reduced, while this one works, and the next one is gathered ahead.
-    made, coming = (makes.head + makes.last) * wide, 0.0 if setting.keeps_gathered else has.block * wide
+    made = (makes.head + makes.last) * wide
+    coming = 0.0 if setting.keeps_gathered else (has.block - held.apart) * wide
     one = has.block * wide + waits
-    underway = makes.block * reduces + coming
+    underway = (makes.block - held.apart_made) * reduces + coming
     gathered = whole * wide + (waits if setting.keeps_gathered else one)
-    yield Moment(earlier + made, held.kept_bytes + held.working_bytes, 0.0, gathered, late + coming)  # the last one
+    # The last one; of experts the buffer that they came in stays until the next gather of a forward, run again or not.
+    came = 0.0 if setting.keeps_gathered else max(coming, held.apart * wide)
+    yield Moment(earlier + made, held.kept_bytes + held.working_bytes, 0.0, gathered, late + came)
     yield Moment(earlier + made, held.kept_bytes + held.working_bytes, 0.0, gathered, underway)
-    around, shares = has.around * wide, held.gradient_bytes / makes.whole if makes.whole else 0.0
-    reduced = held.gradients - shares * makes.around
-    yield Moment(  # the second block's backward, which is the last but one
-        gradients=max(earlier, reduced - shares * makes.block) + made,
-        activations=others + min(held.first_kept_bytes, held.one_kept_bytes) + held.working_bytes,
-        gathered=around + one,
-        communication=underway,
-    )
+    around, (reduced, before) = has.around * wide, _reduced(setting, held)
+    first = others + min(held.first_kept_bytes, held.one_kept_bytes)
+    second = max(earlier, before) + made
+    # The second block's backward, which is the last but one.
+    yield Moment(second, first + held.working_bytes, 0.0, around + one, underway)
+    if held.apart:  # Experts are reduced, and whole no more but for their gradients: the last block's, and the first's.
+        whole_made, sent = (makes.head + held.apart_made) * wide, held.apart_made * reduces
+        rest = gathered - held.apart * wide
+        yield Moment(earlier + whole_made, held.kept_bytes, 0.0, rest, sent + coming)
+        yield Moment(max(earlier, before) + whole_made, first, 0.0, around + one - held.apart * wide, sent)
     yield Moment(  # what stands around the blocks is reduced, and whole no more
         gradients=max(earlier, reduced) + makes.around * wide,
         activations=others,
         communication=makes.around * reduces * (1.0 if setting.pp == 1 else 1 + 1 / shard),
     )
+
+
+def _reduced(setting: Setting, held: Held) -> tuple[float, float]:
+    """Bytes of the gradients of all blocks when they are reduced, and of all but one."""
+    makes, every = held.makes, held.gradient_bytes
+    if not makes.whole:
+        return held.gradients, held.gradients
+    around, block = every * makes.around / makes.whole, every * makes.block / makes.whole
+    if held.apart and makes.whole > makes.around:  # experts, which are in blocks, are shared by fewer ranks
+        around = setting.mechanisms.gradient_bytes * makes.around / max(1, setting.shard)
+        block = (every - around) * makes.block / (makes.whole - makes.around)
+    return held.gradients - around, held.gradients - around - block
 
 
 def _of_copies(setting: Setting, held: Held) -> Iterator[Moment]:

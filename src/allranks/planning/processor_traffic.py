@@ -74,9 +74,11 @@ def processor_data_cost(
     moved = moved_parameters(setting, every)
     again = gathered_again(setting, moved, units, around) if setting.zero >= 3 else (0.0, 0)
     found = _moving_cost(setting, axes, moved, units, again, update)
-    twins = twin_sums(setting, axes, every)
+    twins = twin_sums(setting, axes, every, units - around.units)
     if twins is not None:
-        passing = passing_seconds(axes.machine.device, twins.sent_bytes, 1)
+        copied = 2 if setting.experts_apart else 1  # into the messages and out of them
+        passing = passing_seconds(axes.machine.device, copied * twins.sent_bytes, 1)
+        passing += twins.count * setting.mechanisms.fixed.unit_message * setting.experts_apart
         twins = replace(twins, seconds=twins.seconds + passing)
     return with_twins(found, twins)
 

@@ -91,15 +91,25 @@ class Setting:
         """Whether every forward casts experts that ep cuts, beside the weights that FSDP gathers in the lower type
         (models/moe.multiply); where autocast copies those, experts are counted among them.
         """
-        how = self.mechanisms
-        return self.lowered and self.ep > 1 and how.experts_stay and not how.cast_bytes
+        return self.lowered and self.experts_whole and not self.mechanisms.cast_bytes
 
     @property
     def expert_shards(self) -> float:
         """Ranks that share one expert's state."""
-        if self.ep > 1 and self.mechanisms.experts_stay:
+        if self.experts_whole:
             return 1.0
-        return max(1.0, max(1, self.shard) / self.ep)
+        least = self.cp if self.ep > 1 and self.mechanisms.experts_apart else 1
+        return max(float(least), max(1, self.shard) / self.ep)
+
+    @property
+    def experts_whole(self) -> bool:
+        """Whether ep cuts experts, and they are shared no further."""
+        return self.ep > 1 and self.mechanisms.experts_stay
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether those who hold the same experts share them by messages of their own."""
+        return self.ep > 1 and self.mechanisms.experts_apart and not self.mechanisms.experts_stay
 
     @property
     def cuts_positions(self) -> bool:

@@ -32,6 +32,9 @@ class GroupNames:
         if layout.ep > 1:
             self._add(mesh.expert_group, "ep")
             self._add(mesh.twin_group, COPIES_OF_EXPERTS)
+            if mesh.expert_mesh is not None:
+                for dim in range(mesh.expert_mesh.ndim):
+                    self._add(mesh.expert_mesh.get_group(dim), COPIES_OF_EXPERTS)
         data = [axis for axis in axes if axis in DATA_AXES]
         self._add(mesh.data_group, "+".join(data))
         over = [axis for axis in axes if axis in (*DATA_AXES, "cp")]

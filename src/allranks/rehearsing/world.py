@@ -113,7 +113,7 @@ def _stepping_aside(backend: str, crossings: Crossings) -> Iterator[None]:
         for owner, name in _OURS_ON_REAL_TENSORS:
             put(owner, name, _on_real(getattr(owner, name)))
         put(sharding_prop, "detect_fake_mode", lambda *args, **kwargs: None)
-        put(gloo_ops, "open_lines", lambda module, mesh: {})
+        put(gloo_ops, "open_lines", lambda module, mesh, apart: {})
         put(parting, "tell_beside", lambda watch: None)
         put(expert, "count_rows", _even_rows)
         put(View, "which", _Turns())
