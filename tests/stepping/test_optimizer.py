@@ -100,6 +100,15 @@ def test_one_that_needs_a_closure_is_refused() -> None:
         optimizers(lambda: nn.Linear(2, 2), torch.optim.LBFGS)
 
 
+def test_one_whose_step_a_scheduler_has_wrapped_needs_none() -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(parameters)
+        torch.optim.lr_scheduler.StepLR(made, 10)
+        return made
+
+    optimizers(lambda: nn.Linear(2, 2), make)
+
+
 def test_a_parameter_left_out_is_named() -> None:
     with pytest.raises(TaskError, match=r"leaves out 1 trainable parameter\(s\), first 'bias'"):
         optimizers(lambda: nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters[:1]))

@@ -225,11 +225,9 @@ class Optimizers:
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    return any(
-        given.default is given.empty
-        for given in signature(optimizer.step).parameters.values()
-        if given.kind is given.POSITIONAL_OR_KEYWORD
-    )
+    """By its class: torch's schedulers wrap the method of the optimizer at hand, and `signature` then counts self."""
+    given = list(signature(type(optimizer).step).parameters.values())[1:]
+    return any(one.default is one.empty for one in given if one.kind is one.POSITIONAL_OR_KEYWORD)
 
 
 def build_optimizers(spread: Spread, config: OptimizerConfig, make: MakeOptimizer) -> Optimizers:
