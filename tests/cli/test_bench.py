@@ -33,7 +33,7 @@ def test_the_real_command_says_one_document(tmp_path: Path) -> None:
         (["--layouts", "ddpp"], "ddpp"),
         (["--layouts", "tp=2,dp_shard=2", "--nproc", "2"], "but the world has 2 processes"),
         (["--layouts", "ddp,recompute=budget,compile=block"], "no twin in raw torch"),
-        (["--layouts", "cp=2,tp=2"], "cp has a twin here where it stands alone"),
+        (["--layouts", "cp=2,tp=2"], "cp has a twin here alone, or beside dp_replicate or dp_shard"),
         (["--layouts", " ; "], "--layouts"),
         (["--nproc", "two"], "--nproc two"),
         (["--nproc", "0"], "--nproc 0"),
