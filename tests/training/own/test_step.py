@@ -105,11 +105,11 @@ def test_every_wrong_line_is_refused_in_words(pool: Pools, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("layout", ["ddp", "dp_shard=2"])
-def test_gradients_that_are_dropped_before_the_step_make_no_step(pool: Pools, layout: str) -> None:
+def test_gradients_that_are_dropped_before_the_step_make_no_step(pool: Pools, layout: str, tmp_path: Path) -> None:
     """It updated nothing and said that it had."""
 
-    def case() -> str:
-        with allranks.join(layout, precision="float64") as world:
+    def case(folder: str) -> str:
+        with allranks.join(layout, precision="float64", run=folder) as world:
             model = world.parallelize(built(7))
             optimizer = world.optimizer(model, sgd)
             for batch in world.stream(Samples(), global_batch=10, steps=1):
@@ -123,7 +123,8 @@ def test_gradients_that_are_dropped_before_the_step_make_no_step(pool: Pools, la
                 return found
         return "no batch"
 
-    assert all("leave out optimizer.zero_grad(), world.step does it" in found for found in pool(2).run(case))
+    said = pool(2).run(case, str(tmp_path))
+    assert all("leave out optimizer.zero_grad(), world.step does it" in one for one in said)
 
 
 def test_a_call_outside_of_the_loop(pool: Pools) -> None:
