@@ -62,6 +62,14 @@ def steps(run: Run) -> list[str]:
     return [path.name for path in list_checkpoints(run.checkpoints)]
 
 
+def give_newer(run: Run, root: Path, first: PeerMemory, *others: PeerMemory) -> None:
+    """Step 300, of which the first host lacks a file."""
+    made = save_alone(root.parent / "made", 300, header=header(300, run=run.id, generation=run.attempts)).path
+    for host in (first, *others):
+        shutil.copytree(made, host.directory / made.name)
+    next(iter((first.directory / made.name).glob("*.safetensors"))).unlink()
+
+
 def test_what_the_hosts_have_beyond_the_disk_is_brought_there_by_each(
     run: Run, root: Path, hosts: Callable[[], list[PeerMemory]]
 ) -> None:
@@ -79,10 +87,7 @@ def test_where_a_save_was_under_way_the_one_before_is_brought(
 ) -> None:
     """The first host has named its part of the next one, which is not whole; the second has not."""
     first, second = hosts()
-    newer = header(300, run=run.id, generation=run.attempts)
-    made = save_alone(root.parent / "made", 300, header=newer).path
-    shutil.copytree(made, first.directory / made.name)
-    next(iter((first.directory / made.name).glob("*.safetensors"))).unlink()
+    give_newer(run, root, first)
     (second.directory / "step-00000200" / "kept-rank-00000.safetensors").unlink()
     first.close()
     second.close()
@@ -95,13 +100,10 @@ def test_of_the_one_before_nothing_is_left_where_the_newest_is_whole(
 ) -> None:
     """Both hosts have two; the first one brings its half of each."""
     first, second = hosts()
-    newer = header(300, run=run.id, generation=run.attempts)
-    made = save_alone(root.parent / "made", 300, header=newer).path
+    give_newer(run, root, first, second)
     for host in (first, second):
         for kept in (host.directory / "step-00000200").glob("kept-*"):
             kept.unlink()
-        shutil.copytree(made, host.directory / made.name)
-    next(iter((first.directory / made.name).glob("*.safetensors"))).unlink()
     first.close()
     assert len(list(run.checkpoints.iterdir())) == 2
     second.close()
