@@ -1,4 +1,4 @@
-"""Clean: a compiled model under DDP.
+"""Clean: a compiled model, with a dropout in it, under DDP.
 
 verify: --nproc 2
 """
@@ -19,7 +19,7 @@ data = [batch(seed) for seed in range(3)]
 
 def build(distributed):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2))
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, 2))
     model = torch.compile(model, backend="aot_eager")
     if distributed:
         model = DistributedDataParallel(model)

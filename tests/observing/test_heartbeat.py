@@ -196,16 +196,19 @@ def test_of_the_first_steps_the_longest_counts_in_full(fields: memoryview, clock
 
 
 def test_a_question_is_answered_once_also_where_the_answer_fails(fields: memoryview) -> None:
-    heart, answers = Heartbeat(fields), list[int]()
-    heart.pulse(lambda: answers.append(1))
+    heart, answers = Heartbeat(fields), list[bool]()
+    heart.pulse(answers.append)
     assert fields[PULSE] > 0 and not answers
     fields[ASKED] = 1
-    heart.pulse(lambda: answers.append(1))
-    heart.pulse(lambda: answers.append(1))
-    assert (answers, fields[ANSWERED]) == ([1], 1)
+    heart.pulse(answers.append)
+    heart.pulse(answers.append)
+    assert (answers, fields[ANSWERED]) == ([False], 1)
     fields[ASKED] = 2
-    heart.pulse(lambda: os.stat("/nowhere"))  # type: ignore[arg-type]
+    heart.pulse(lambda stacks: os.stat("/nowhere"))  # type: ignore[arg-type]
     assert fields[ANSWERED] == 2
+    fields[ASKED] = -3
+    heart.pulse(answers.append)
+    assert (answers, fields[ANSWERED]) == ([False, True], -3)
 
 
 def test_a_process_that_joined_beats_and_shows_its_stack_while_it_holds_pythons_lock(tmp_path: Path) -> None:
@@ -238,3 +241,36 @@ in_compiled_code()
             wait_until(lambda: "in in_compiled_code" in log.read_text())
         finally:
             process.send_signal(signal.SIGKILL)
+
+
+def test_looking_at_the_stack_of_a_process_whose_threads_work_does_not_end_it(tmp_path: Path) -> None:
+    """Python's own handler walks the frames of threads that run meanwhile, where it is asked for all of them."""
+    memory, log = tmp_path / "memory", tmp_path / "rank-00000.log"
+    memory.write_bytes(bytes(SLOT_BYTES))
+    script = f"""
+import shutil, tempfile, threading
+from pathlib import Path
+from allranks.observing import heartbeat
+heartbeat.join({str(memory)!r}, 0, Path({str(log)!r}))
+def work():
+    while True:
+        shutil.rmtree(tempfile.mkdtemp(dir={str(tmp_path)!r}))
+for _ in range(2):
+    threading.Thread(target=work, daemon=True).start()
+heartbeat.current().finish_step(7)
+work()
+"""
+
+    def shown() -> memoryview:
+        return memoryview(memory.read_bytes()).cast("q")
+
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        try:
+            wait_until(lambda: shown()[STEP] == 7)
+            for _ in range(500):
+                os.kill(process.pid, STACK_SIGNAL)
+                time.sleep(0.002)
+            assert process.poll() is None, "it took some 30 signals where the stacks of all threads were written"
+        finally:
+            process.send_signal(signal.SIGKILL)
+    assert log.read_text().count("Stack (most recent call first):") > 100

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from allranks.observing.heartbeat import NUM_FIELDS, STEP, Heartbeat
+from allranks.observing.heartbeat import ASKED, NUM_FIELDS, STEP, Heartbeat
 from allranks.surviving.beats import SharedBeats
 
 
@@ -14,7 +14,11 @@ def test_the_memory_is_shared_by_its_path_and_leaves_nothing() -> None:
         file.write((41).to_bytes(8, sys.byteorder))
     assert beats.steps() == [0, 41]
     beats.ask()
-    assert not beats.answered(0)
+    assert not beats.answered(0) and beats.slot(0)[ASKED] == 1
+    beats.ask(stacks=True)
+    assert not beats.answered(0) and beats.slot(0)[ASKED] == -2
+    beats.ask()
+    assert beats.slot(0)[ASKED] == 3
     beats.close()
     beats.close()
     assert not os.path.exists(beats.path)

@@ -33,6 +33,8 @@ def test_the_main_threads_stack_is_the_last() -> None:
     assert first == Frame("/home/me/my task.py", 24, "loss")
     assert (second.line, second.function) == (147, "<lambda>")
     assert main_stack("nothing of the kind\n") == ()
+    alone = WRITTEN.replace("Current thread 0x00007f3b9b3bf740", "Stack")
+    assert main_stack(alone) == (first, second), "of a main thread alone it says no number"
 
 
 def test_whose_code_a_line_is() -> None:
@@ -81,6 +83,9 @@ waiting()
             dumb.send_signal(signal.SIGKILL)
             beats.close()
     assert [frame.function for frame in answers.stack] == ["waiting", "<module>"]
+    written = log.read_text()
+    assert written.count("in waiting") == 2 and " in _beat" in written, "of the main thread, and then of all"
+    assert written.index("Stack (most") < written.index("Current thread 0x")
     assert str(answers.waits_in) == "all_gather number 5 over tp, of [2, 3]"
     assert (silent.stack, silent.collectives, silent.waits_in) == ((), (), None)
     assert not collectives_file(log).exists()

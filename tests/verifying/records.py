@@ -24,7 +24,7 @@ def step_of(index: int, rows: Sequence[int]) -> StepRecord:
     return StepRecord(
         loss=2.0 - index,
         rows=list(rows),
-        num_batches=1,
+        batch_sizes=(len(rows),),
         raw=parts(0.25 + index),
         gradients=parts(0.125 + index),
         norm=3.0,
@@ -49,7 +49,10 @@ def run_of(rows: Sequence[Sequence[int]]) -> RunRecord:
 
 
 def one_device() -> RunRecord:
-    return run_of([[0, 1, 2, 3], [4, 5, 6, 7]])
+    run = run_of([[0, 1, 2, 3], [4, 5, 6, 7]])
+    for step in run.steps:
+        step.draws = [Draw(2000 + len(step.rows), (4, 4), False, probability=0.5)]
+    return run
 
 
 def two_ranks() -> list[RunRecord]:
@@ -58,7 +61,7 @@ def two_ranks() -> list[RunRecord]:
         run.start.wrapper = "DistributedDataParallel"
         run.evaluated = [100 + rank, 102 + rank]
         for step in run.steps:
-            step.draws = [Draw(1000 * rank + len(step.rows), (2, 4), False)]
+            step.draws = [Draw(1000 * rank + len(step.rows), (2, 4), False, probability=0.5)]
     return ranks
 
 

@@ -1,4 +1,4 @@
-"""What ranks are fed and how they drop, beyond the cases of test_judge."""
+"""What ranks are fed, beyond the cases of test_judge."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,75 +6,14 @@ from dataclasses import replace
 import pytest
 
 from allranks.stepping.feeding import SEEDED
-from allranks.verifying.data_causes import WHOLE, judge_draws, judge_fed, judge_samples
+from allranks.verifying.data_causes import WHOLE, judge_fed, judge_samples
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge
-from allranks.verifying.recording import Draw, OneDevice, Part, RunRecord, StepRecord
+from allranks.verifying.recording import OneDevice, Part, RunRecord, StepRecord
 from allranks.verifying.world_view import WorldView
 from tests.verifying.records import evidence, scale
 
-TENSOR_WORLD = WorldView((0, 0), {"tp": 2})
-
-
-def alike(ranks: list[RunRecord]) -> None:
-    for run in ranks:
-        for step, rows in zip(run.steps, ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True):
-            step.rows, step.draws = list(rows), []
-
-
-def drops(run: RunRecord) -> None:
-    run.steps[0].draws = [Draw(1, (4, 8), False)]
-
-
-def with_draws(first: Draw, second: Draw, world: WorldView = TENSOR_WORLD) -> list[str]:
-    def change(ranks: list[RunRecord]) -> None:
-        alike(ranks)
-        ranks[0].steps[0].draws, ranks[1].steps[0].draws = [first], [second]
-
-    return [finding.verdict.kind for finding in judge(evidence(change, drops, world))]
-
-
-def test_ranks_of_one_layer_drop_alike_what_is_whole_and_otherwise_what_is_cut() -> None:
-    whole, cut = (2, 8), (4, 4)
-    assert with_draws(Draw(1, whole, False), Draw(1, whole, False)) == []
-    assert with_draws(Draw(1, whole, False), Draw(2, whole, False)) == ["S7"]
-    assert with_draws(Draw(1, cut, False), Draw(2, cut, False)) == []
-    assert with_draws(Draw(1, cut, False), Draw(1, cut, False)) == ["S7"]
-
-
-def test_ranks_of_two_stages_drop_for_themselves() -> None:
-    """A stage calls what is before it and has no parameters, too, on values that nobody takes."""
-    assert with_draws(Draw(1, (2, 8), False), Draw(2, (2, 8), False), WorldView((0, 0), {"pp": 2})) == []
-
-
 COPIES = WorldView((0, 1, 2, 3), {"dp_replicate": 2, "dp_shard": 2})
-
-
-@pytest.mark.parametrize(
-    ("states", "axis"),
-    [
-        ((1, 2, 1, 2), "dp_replicate"),
-        ((1, 1, 2, 2), "dp_shard"),
-        ((1, 1, 1, 1), "dp_replicate*dp_shard"),
-        ((1, 2, 2, 1), "dp_replicate*dp_shard"),  # across: neither tells
-    ],
-)
-def test_dropouts_alike_along_one_axis_of_two(states: tuple[int, ...], axis: str) -> None:
-    ranks = [StepRecord(draws=[Draw(state, (2, 4), False)]) for state in states]
-    both = replace(evidence(), ranks=[RunRecord(steps=[step]) for step in ranks], world=COPIES)
-    (finding,) = judge_draws(both, 0)
-    assert (finding.verdict.kind, finding.axis) == ("S6", axis)
-
-
-@pytest.mark.parametrize(
-    ("states", "axis"), [((1, 2, 1, 2, 1, 2), "tp"), ((1, 1, 1, 2, 2, 2), "cp"), ((1, 2, 3, 4, 5, 6), "tp*cp")]
-)
-def test_other_units_along_one_axis_of_two(states: tuple[int, ...], axis: str) -> None:
-    one = RunRecord(steps=[StepRecord(draws=[Draw(1, (2, 4), False)])])
-    ranks = [RunRecord(steps=[StepRecord(draws=[Draw(state, (2, 4), False)])]) for state in states]
-    world = WorldView((0,) * 6, {"tp": 3, "cp": 2} if axis == "cp" else {"tp": 2, "cp": 3})
-    (finding,) = judge_draws(Evidence(OneDevice(one), ranks, world), 0)
-    assert (finding.verdict.kind, finding.axis) == ("S7", axis)
 
 
 @pytest.mark.parametrize(
@@ -134,24 +73,6 @@ def test_data_that_ends_too_soon() -> None:
             del run.steps[1]
 
     assert [finding.verdict.kind for finding in judge(evidence(change))] == ["S3"]
-
-
-def test_noise_of_one_seed_is_told_apart_from_dropouts() -> None:
-    """Each for itself: that dropouts are right does not excuse the noise."""
-
-    def draw(noise: tuple[int, int]) -> list[tuple[str, str]]:
-        def change(ranks: list[RunRecord]) -> None:
-            for rank, run in enumerate(ranks):
-                for index, step in enumerate(run.steps):
-                    drops = [Draw(1000 * rank + 10 * index + place, (2, 4), False) for place in range(3)]
-                    step.draws = [*drops, Draw(noise[rank] + 10 * index, (2, 4), False, own=True)]
-
-        return [(finding.verdict.kind, finding.verdict.what) for finding in judge(evidence(change))]
-
-    assert draw((7000, 8000)) == []
-    ((kind, what),) = draw((7000, 7000))
-    assert kind == "S6" and "step 0: ranks 0 and 1 draw the same noise for different samples" in what
-    assert draw((7000, 1000)) == []  # the state of a dropout is another generator's
 
 
 def with_values(fed: dict[int, int], shape: int = 1, *, gradients: bool = True) -> list[tuple[str, str]]:

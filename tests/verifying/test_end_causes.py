@@ -196,7 +196,10 @@ def test_noise_that_goes_on_otherwise_is_called_noise() -> None:
             again.steps[0].draws = [Draw(rank + 50, (2, 4), False, own=True)]
             run.resumed, run.saved_before = again, 1
 
-    (finding,) = judge(evidence(resume))
+    def alone(run: RunRecord) -> None:
+        run.steps[1].draws = []
+
+    (finding,) = judge(evidence(resume, alone))
     assert finding.verdict.kind == "S21" and "step 1 draws other noise on rank 0" in finding.verdict.what
 
 

@@ -90,7 +90,7 @@ def same_samples(ranks: list[RunRecord]) -> None:
     for run in ranks:
         for step, rows in zip(run.steps, ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True):
             step.rows = list(rows)
-            step.draws = []
+            step.draws = [Draw(1, (4, 4), False, probability=0.5)]
 
 
 def test_a_gradient_that_is_nowhere_and_one_of_zeros() -> None:
@@ -225,15 +225,15 @@ def test_experts_that_are_mixed_up_are_those_of_some_ranks() -> None:
 def of_four(change: Any, world: WorldView) -> Any:
     """The one finding where four ranks, two records of each data rank or one of each, have been changed."""
     good = evidence()
-    for run in good.ranks:
-        for step in run.steps:
-            step.draws.clear()
     data = len(set(world.data_rank))
     ranks = [deepcopy(good.ranks[rank if data == 2 else rank // 2]) for rank in world.data_rank]
     if data == 4:
         for rank, run in enumerate(ranks):
             for step in run.steps:
                 step.rows = step.rows[rank % 2 :: 2]
+    for rank, run in zip(world.data_rank, ranks, strict=True):
+        for step in run.steps:
+            step.draws = [Draw(rank, (4, 4), False, probability=0.5)]
     change(ranks)
     (finding,) = judge(replace(good, ranks=ranks, world=world))
     return finding

@@ -107,7 +107,7 @@ def numbered(change: Change) -> Change:
 
 def draws(ranks: list[RunRecord]) -> None:
     for run in ranks:
-        run.steps[0].draws = [Draw(7, (2, 4), False)]
+        run.steps[0].draws = [Draw(7, (2, 4), False, probability=0.5)]
 
 
 def drawn_again(ranks: list[RunRecord]) -> None:

@@ -13,7 +13,6 @@ from allranks.layout import Layout
 from allranks.request import TrainRequest
 from allranks.training.prepare import prepare
 from allranks.verifying import lowered
-from allranks.verifying import observation as look
 from allranks.verifying.choosing import Choosing
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
@@ -28,6 +27,7 @@ from allranks.verifying.lowered import (
     run_alone_lowered,
     run_lowered,
 )
+from allranks.verifying.observer import Observer
 from allranks.verifying.pieces import Pieces
 from allranks.verifying.plan import plan_run
 from allranks.verifying.recording import OneDevice, Part, RunRecord
@@ -68,7 +68,7 @@ def run(pieces: int, decide: Any, rounding: Rounding = PLAIN, precision: str = "
     """One step of the Task of near-ties, whose products are added up in so many pieces."""
     words = (*WORDS, f"train.precision={precision}", f"task.pieces={pieces}")
     prepared = prepare(TrainRequest(task_spec=TIES, overrides=words))
-    observer, low = look.Observer(), getattr(torch, precision)
+    observer, low = Observer(), getattr(torch, precision)
     choosing = None if decide is None else Choosing(decide)
     with observer.watching(), Pieces(rounding.pieces):
         return TaskAlone(prepared.task, prepared.config, 1, observer, rounding.variation, low, choosing=choosing).run()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from allranks.verifying import observation as look
+from allranks.verifying.observer import Observer
 from allranks.verifying.own_loop import OwnLoop, Setting, number
 from allranks.verifying.program import Program, cast_floats, shuffled
 
@@ -48,7 +48,7 @@ SAVED: dict[str, Any] = {}
 
 
 def run(program: Program, **changes: Any) -> Any:
-    observer = look.Observer()
+    observer = Observer()
     with observer.watching():
         return OwnLoop(program, Setting(4, **changes), 0, 1, False, observer).run()
 
@@ -99,7 +99,7 @@ def test_the_next_save_waits_until_every_rank_has_loaded_the_last_one(tmp_path: 
         found.append(late.exists())
         save(model, optimizer, folder)
 
-    program, observer = Program(build, step, DATA, save=saved, load=loaded), look.Observer()
+    program, observer = Program(build, step, DATA, save=saved, load=loaded), Observer()
     with observer.watching():
         record = OwnLoop(program, Setting(4, folder=str(tmp_path / "x")), 0, 2, True, observer).run()
     assert record.error == "" and found == [False, True]

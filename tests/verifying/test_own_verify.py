@@ -80,6 +80,37 @@ def test_a_right_loop_is_equal() -> None:
     )
 
 
+def in_eval(distributed: bool) -> Any:
+    """A model whose ranks never drop: nobody has put it back into train()."""
+    model, optimizer = build(distributed)
+    return (model.eval() if distributed else model), optimizer
+
+
+def one_layer_in_eval(distributed: bool) -> Any:
+    """The last rank alone leaves one of two dropouts out."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+    if distributed:
+        torch.manual_seed(100 + dist.get_rank())
+        model[3].train(dist.get_rank() == 0)
+        model = DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (in_eval, "one device drops with 0.1, the ranks with nothing"),
+        (one_layer_in_eval, "of 0.1, a sample goes through 2 dropouts on one device, 1 on rank 1"),
+    ],
+)
+def test_ranks_that_do_not_drop_as_one_device_does(wrong: Any, said: str) -> None:
+    """No gradient differs: dropouts let everything pass while gradients are compared."""
+    answer = allranks.verify(wrong, train, batches())
+    (verdict,) = answer.to_json()["verdicts"]
+    assert verdict["kind"] == "other" and verdict["evidence"] == [said], str(answer)
+
+
 @pytest.mark.parametrize(
     ("num_steps", "steps", "saved", "resumed", "evaluated", "told"),
     [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from allranks.verifying import observation as look
+from allranks.verifying.observer import Observer
 from allranks.verifying.random_sources import RandomOperations, Unseeded
 
 OWN = np.random.default_rng(3)
@@ -47,7 +47,7 @@ def test_generators_that_move_within_a_step_are_named() -> None:
 
 
 def test_what_the_observer_draws_is_not_the_programs() -> None:
-    observer = look.Observer(own_noise=True)
+    observer = Observer(own_noise=True)
     mode = RandomOperations(observer)
     with observer.watching(), mode:
         observer.feed([1, 2, 3])

@@ -8,7 +8,7 @@ from torch import nn
 
 from allranks.request import TrainRequest
 from allranks.training.prepare import prepare
-from allranks.verifying import observation as look
+from allranks.verifying.observer import Observer
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.task_alone import TaskAlone, Variation, plain_optimizer
 from tests.commands import POINTS
@@ -25,7 +25,7 @@ def run(variation: Variation = PLAIN, **more: Any) -> Any:
         "train.ema=0.9",
     )
     prepared = prepare(TrainRequest(task_spec=POINTS, overrides=words))
-    observer = look.Observer()
+    observer = Observer()
     with observer.watching(), default_dtype(torch.float64):
         return TaskAlone(prepared.task, prepared.config, 3, observer, variation, **more).run()
 
@@ -73,7 +73,7 @@ def test_noise_goes_with_its_sample_in_whichever_forward(monkeypatch: pytest.Mon
 
 def test_each_sample_in_a_forward_of_its_own() -> None:
     plain, apart = run(), run(Variation(apart=True))
-    assert (plain.steps[0].num_batches, apart.steps[0].num_batches) == (1, 9)
+    assert (len(plain.steps[0].batch_sizes), len(apart.steps[0].batch_sizes)) == (1, 9)
     assert torch.allclose(plain.steps[0].raw["0.weight"].value, apart.steps[0].raw["0.weight"].value, rtol=1e-11)
 
 

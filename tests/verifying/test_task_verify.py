@@ -13,6 +13,7 @@ from allranks.surviving.launch import launch_without_gpus
 from allranks.training.counted_parameters import count_parameters
 from allranks.verifying import task_verify
 from allranks.verifying.answer import Answer
+from allranks.verifying.drawn_causes import COMPILED
 from allranks.verifying.plan import plan_run
 from allranks.verifying.recording import OneDevice
 from allranks.verifying.shrinking import Room
@@ -108,6 +109,33 @@ def test_a_runs_own_backend_is_not_the_comparisons(monkeypatch: pytest.MonkeyPat
     answer = verify_task(request, 2)
     assert answer.equal, str(answer)
     assert set(told) == {(1, ""), (2, "")}
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_dropouts_in_compiled_blocks_are_no_hindrance_and_that_they_were_not_compared_is_told(tmp_path: Path) -> None:
+    """It could not be verified: the compiler was made to call what notes dropouts."""
+    (tmp_path / "compiled.py").write_text(
+        f"""import sys
+sys.path.insert(0, {str(PROGRAMS)!r})
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from points import Points
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop = nn.Linear(8, 8), nn.Dropout(0.2)
+    def forward(self, x):
+        rows = x[:, None, None, :]
+        attended = scaled_dot_product_attention(rows, rows, rows, dropout_p=0.1 if self.training else 0.0)
+        return x + self.drop(self.inner(attended[:, 0, 0]).tanh())
+class Compiled(Points):
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 8), Block(), Block(), nn.Linear(8, 2))
+"""
+    )
+    answer = verify(f"{tmp_path / 'compiled.py'}:Compiled", "ddp,compile=block")
+    assert answer.exit_code == 0 and COMPILED in answer.notes, str(answer)
 
 
 @pytest.mark.full

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, TextIO, final, get_args
 
 from allranks.observing.collectives import collectives_file, write_collectives
 from allranks.ordinary_file import open_to_append
@@ -32,10 +32,9 @@ HELD_STEP, HELD_FROM, HELD_SIZE, DATASET, BAD_LINKS = _HELD
 PULSE: when the thread last ran. MARK: when the loop last came further. PHASE: what it does since, by its place in
 PHASES. STEP: optimizer steps done since the first start. FIRST: how long the first step of this attempt took. LONGEST:
 how long later ones take without their loading and compilation, as `Longest` has it. ASKED, ANSWERED: how often the
-agent has asked for the collectives, and was answered. TIME_OVER: when the run's time is over, or was agreed to be; 0:
-it has no end.
-FINISHED: 1 + the exit code with which the worker's work has come to its own end, but for what is on its way to a
-mirror; 0: it has not. LOADED: how long the
+agent has asked for the collectives, and was answered; below zero where it asks for the stacks of all threads, too.
+TIME_OVER: when the run's time is over, or was agreed to be; 0: it has no end. FINISHED: 1 + the exit code with which
+the worker's work has come to its own end, but for what is on its way to a mirror; 0: it has not. LOADED: how long the
 loading in later steps takes, as `Longest` has it. HELD_STEP, HELD_FROM, HELD_SIZE: the step (from 1) whose samples
 the loop has in hand, in a step or while it loads them, its first position and its number of samples; HELD_STEP 0:
 none. DATASET: samples of the training data, as far as an index names one; 0: it does not. BAD_LINKS: how many findings
@@ -45,7 +44,11 @@ of bad ways to other hosts are in this worker's file (bad_links.py).
 FEW, RECENT = 64, 512
 
 STACK_SIGNAL = signal.SIGRTMIN + 10 if sys.platform == "linux" else signal.SIGUSR2
-"""Makes a worker write every thread's stack to its log; in C, so that it needs no lock of Python's."""
+"""Makes a worker write its main thread's stack to its log; in C, so that it needs no lock of Python's.
+
+Not those of other threads: a signal handler that walks the frames of a thread which runs meanwhile ends the process (a
+SIGSEGV after some 30 signals where two threads worked). These are written by a thread that has Python's lock.
+"""
 
 Phase = Literal["start", "first step", "step", "input", "compilation", "evaluation", "checkpoint", "end"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -185,13 +188,13 @@ class Heartbeat:
         self._fields[HELD_STEP] = 0
         self.enter("step")
 
-    def pulse(self, answer: Callable[[], None]) -> None:
-        """What the thread does each time."""
+    def pulse(self, answer: Callable[[bool], None]) -> None:
+        """What the thread does each time; `answer` is told whether it is asked for stacks, too."""
         self._fields[PULSE] = time.monotonic_ns()
         asked = self._fields[ASKED]
         if asked != self._fields[ANSWERED]:
             with contextlib.suppress(Exception):  # a full disk is no reason to stop beating
-                answer()
+                answer(asked < 0)
             self._fields[ANSWERED] = asked
 
 
@@ -217,7 +220,7 @@ def join(path: str, slot: int, log: Path) -> None:
     """
     # Kept open for life: the handler writes to its descriptor.
     stacks = os.fdopen(open_to_append(log), "a", encoding="utf-8")
-    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False, chain=False)
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         shared = mmap.mmap(descriptor, 0)
@@ -226,8 +229,8 @@ def join(path: str, slot: int, log: Path) -> None:
     fields = memoryview(shared).cast("q")[slot * NUM_FIELDS : (slot + 1) * NUM_FIELDS]
     _Process.heartbeat = heartbeat = Heartbeat(fields)
     heartbeat.enter("start")
-    heartbeat.pulse(lambda: None)
-    told = (heartbeat, collectives_file(log))
+    heartbeat.pulse(lambda stacks: None)
+    told = (heartbeat, collectives_file(log), stacks)
     threading.Thread(target=_beat, args=told, name="allranks-heartbeat", daemon=True).start()
 
 
@@ -251,8 +254,13 @@ class _Compiler:
         self._tell()
 
 
-def _beat(heartbeat: Heartbeat, answer_to: Path) -> None:
+def _beat(heartbeat: Heartbeat, answer_to: Path, log: TextIO) -> None:
+    def answer(stacks: bool) -> None:
+        if stacks:
+            faulthandler.dump_traceback(log)
+        write_collectives(answer_to)
+
     while True:
         show_compilation(heartbeat)
-        heartbeat.pulse(lambda: write_collectives(answer_to))
+        heartbeat.pulse(answer)
         time.sleep(PULSE_SECONDS)

@@ -34,10 +34,11 @@ class SharedBeats:
         for at in range(len(self._fields)):
             self._fields[at] = now if at % NUM_FIELDS == MARK else 0
 
-    def ask(self) -> None:
-        """Let every worker write down its collectives."""
+    def ask(self, *, stacks: bool = False) -> None:
+        """Let every worker write down its collectives; with `stacks`, into its log, where all its threads are."""
         for place in range(len(self._fields) // NUM_FIELDS):
-            self.slot(place)[ASKED] += 1
+            number = abs(self.slot(place)[ASKED]) + 1
+            self.slot(place)[ASKED] = -number if stacks else number
 
     def answered(self, place: int) -> bool:
         """Whether a worker has done so."""

@@ -20,10 +20,12 @@ from allranks.surviving.monitor import Row
 
 ANSWER_SECONDS = 2.0
 POLL_SECONDS = 0.05
+MAIN_SECONDS = 0.5  # for the stacks of main threads, before those of the others are asked for
 SHOWN_FRAMES = 12
 
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
-_THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.*:$")  # what faulthandler writes before each stack
+# What faulthandler writes before a stack: of several threads, or of one.
+_THREAD = re.compile(r"((Current thread|Thread) 0x[0-9a-f]+|Stack \(most recent call first\)).*:$")
 # Whose code a frame is not: the user's is what lies elsewhere.
 _NOT_THE_USERS = (
     str(Path(__file__).parents[1]),
@@ -143,18 +145,20 @@ def question(rows: Sequence[Row], places: Mapping[int, int], beats: SharedBeats,
     paths = {row.rank: log_file(logs, row.rank) for row in rows}
     before = {rank: size_of(path) for rank, path in paths.items()}
     asked = [row for row in rows if row.pulse_seconds is not None and row.state not in STOPPED]
-    beats.ask()
     for row in asked:
         with contextlib.suppress(ProcessLookupError):
             os.kill(row.pid, STACK_SIGNAL)
     deadline, last = time.monotonic() + ANSWER_SECONDS, before
+    threads_at, asks = time.monotonic() + MAIN_SECONDS, True
     while asked and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         sizes = {rank: size_of(path) for rank, path in paths.items()}
         # A stack is written in many small pieces: it is whole when nothing more comes.
-        if all(
-            before[row.rank] < last[row.rank] == sizes[row.rank] and beats.answered(places[row.rank]) for row in asked
-        ):
+        whole = all(before[row.rank] < last[row.rank] == sizes[row.rank] for row in asked)
+        if asks and (whole or time.monotonic() > threads_at):
+            beats.ask(stacks=True)  # not before: two that write at once mix their lines
+            asks = False
+        elif whole and not asks and all(beats.answered(places[row.rank]) for row in asked):
             break
         last = sizes
     found = []
@@ -166,7 +170,7 @@ def question(rows: Sequence[Row], places: Mapping[int, int], beats: SharedBeats,
 
 
 def main_stack(text: str) -> tuple[Frame, ...]:
-    """The main thread's stack in what faulthandler wrote, innermost first: it is the last one."""
+    """The main thread's stack in what faulthandler wrote, innermost first: it is the last one, whoever wrote it."""
     stacks: list[list[Frame]] = []
     for line in text.splitlines():
         if _THREAD.match(line):

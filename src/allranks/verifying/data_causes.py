@@ -1,16 +1,14 @@
-"""What ranks are fed and how they drop, against one device: samples by their digests, dropouts by their generators."""
+"""What ranks are fed, against one device: samples by their digests."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from itertools import combinations
+from collections.abc import Sequence
 
 from allranks.stepping.feeding import SEEDED
 from allranks.verifying.evidence import Evidence, largest
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.gradient_causes import common_factor
 from allranks.verifying.low_precision import judge_low_precision
-from allranks.verifying.recording import Draw, RunRecord, StepRecord
-from allranks.verifying.world_view import WorldView
+from allranks.verifying.recording import RunRecord, StepRecord
 
 WHOLE = "let dataset() hold all samples on every rank, whatever its rank is: allranks gives each rank its part"
 
@@ -96,7 +94,7 @@ def judge_values(evidence: Evidence, step: int) -> list[Finding]:
     told = [rank for rank, rows in off.items() if rows]
     if not told:
         return []
-    fed = Counter(ranks[rank].values[row][1] for rank in _firsts(evidence) for row in ranks[rank].values)
+    fed = Counter(ranks[rank].values[row][1] for rank in evidence.world.firsts for row in ranks[rank].values)
     due = Counter(digest for _, digest in one.values.values())
     known = {digest for other in evidence.one.run.steps for _, digest in other.values.values()}
     if any(count > max(1, due[digest]) for digest, count in fed.items()):
@@ -115,14 +113,9 @@ def _is_other(record: StepRecord, one: StepRecord, row: int) -> bool:
     return due is not None and shapes == due[0] and digest != due[1]
 
 
-def _firsts(evidence: Evidence) -> list[int]:
-    """Of the ranks that share their samples one each."""
-    return [*{evidence.world.data_rank[rank]: rank for rank in reversed(range(evidence.world.size))}.values()]
-
-
 def _of_all(evidence: Evidence, ranks: Sequence[StepRecord]) -> "Counter[int]":
     """What the world is fed: of ranks that share their samples one tells."""
-    return sum((Counter(ranks[rank].rows) for rank in _firsts(evidence)), Counter())
+    return sum((Counter(ranks[rank].rows) for rank in evidence.world.firsts), Counter())
 
 
 def _everything(run: RunRecord) -> set[int]:
@@ -166,80 +159,6 @@ def _period(steps: Sequence[Sequence[int]]) -> int:
         if all(list(steps[i]) == list(steps[i + period]) for i in range(len(steps) - period)):
             return period
     return 0
-
-
-def judge_draws(evidence: Evidence, step: int) -> list[Finding]:
-    """Dropouts: other ones where samples or units differ, the same where ranks hold the same."""
-    one, ranks = evidence.step(step)
-    findings = _recomputed(ranks, step)
-    world = evidence.world
-    numbers = sorted(_firsts(evidence))
-    for own, what, word in ((False, "drop the same units of", "dropouts"), (True, "draw the same noise for", "draws")):
-        states = {rank: _states(ranks[rank], own) for rank in numbers}
-        alike = [pair for pair in combinations(numbers, 2) if _begin_alike(*(states[rank] for rank in pair))]
-        if alike:
-            rank, other = alike[0]
-            same = states[rank] & states[other]
-            return [
-                *findings,
-                found("S6", f"step {step}: ranks {rank} and {other} {what} different samples",
-                      f"{len(same)} of {len(states[rank])} {word} begin from the same state of the generator",
-                      axis=_along(world, alike, world.data_axis), step=step),
-            ]  # fmt: skip
-    return findings + _inside(evidence, one, ranks, step)
-
-
-def _begin_alike(states: set[int], others: set[int]) -> bool:
-    """Whether most of some states are among others, too."""
-    same = states & others
-    return bool(same) and len(same) * 2 >= len(states)
-
-
-def _states(record: StepRecord, own: bool) -> set[int]:
-    """Of the generators before what forwards have drawn: for dropouts, or as noise of the program's own."""
-    return {draw.state for draw in record.draws if draw.own == own and not draw.again}
-
-
-def _recomputed(ranks: Sequence[StepRecord], step: int) -> list[Finding]:
-    for rank, record in enumerate(ranks):
-        seen = {draw.state for draw in record.draws if not draw.again}
-        other = [draw for draw in record.draws if draw.again and draw.state not in seen]
-        if other:
-            said = f"{len(other)} dropouts of the backward begin from a state that no forward of the step began from"
-            return [
-                found(
-                    "S34", f"step {step}: rank {rank} computes activations again with other dropouts", said, step=step
-                )
-            ]
-    return []
-
-
-def _inside(evidence: Evidence, one: StepRecord, ranks: Sequence[StepRecord], step: int) -> list[Finding]:
-    """Ranks with the same samples and layers: alike where the activation is whole, different where it is cut."""
-    # How many samples a forward has is no matter of the layer.
-    world, whole = evidence.world, {draw.shape[1:] for draw in one.draws}
-    wrong: dict[tuple[int, int], tuple[int, Draw, bool]] = {}
-    for rank in range(world.size):
-        for twin in world.layer_twins(rank):
-            if twin <= rank:
-                continue
-            for place, (mine, other) in enumerate(zip(ranks[rank].draws, ranks[twin].draws, strict=False)):
-                alike, cut = mine.state == other.state, mine.shape[1:] not in whole
-                if alike == cut:
-                    wrong.setdefault((rank, twin), (place, mine, cut))
-    for (rank, twin), (place, mine, cut) in wrong.items():
-        what, kind_of = ("same", "cut") if cut else ("other", "whole on both")
-        return [
-            found("S7", f"step {step}: ranks {rank} and {twin} drop {what} units of an activation that is {kind_of}",
-                  f"dropout {place} of shape {list(mine.shape)}", axis=_along(world, wrong, world.model_axis),
-                  step=step)
-        ]  # fmt: skip
-    return []
-
-
-def _along(world: WorldView, pairs: Collection[tuple[int, int]], axis: str) -> str:
-    """Of an axis, those along which some pairs of ranks lie."""
-    return world.apart(lambda one, other: (one, other) in pairs, axis)
 
 
 def judge_epochs(evidence: Evidence) -> list[Finding]:

@@ -8,13 +8,13 @@ import torch
 
 from allranks.verifying.assembly import Mismatch, allowance
 from allranks.verifying.data_causes import (
-    judge_draws,
     judge_epochs,
     judge_fed,
     judge_samples,
     judge_seeds,
     judge_values,
 )
+from allranks.verifying.drawn_causes import judge_draws, judge_dropping
 from allranks.verifying.end_causes import judge_evaluation, judge_resume
 from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
@@ -37,7 +37,7 @@ def judge(evidence: Evidence, *, start: bool = True) -> list[Finding]:
     chain = judge_start(evidence) if start else []
     if not chain:
         chain = _steps(evidence)
-    apart = judge_ranks(evidence) + _first(evidence, judge_settings)
+    apart = judge_ranks(evidence) + _first(evidence, judge_dropping) + _first(evidence, judge_settings)
     kinds = {finding.verdict.kind for finding in chain}
     findings = chain + [finding for finding in apart if finding.verdict.kind not in kinds]
     if not findings:

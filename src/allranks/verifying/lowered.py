@@ -15,8 +15,8 @@ from allranks.request import TrainRequest
 from allranks.stepping.scaler import INITIAL_SCALE
 from allranks.surviving.launch import launch_without_gpus
 from allranks.training.prepare import prepare, resolve_layout
-from allranks.verifying import observation as look
 from allranks.verifying.choosing import Choosing
+from allranks.verifying.observer import Observer
 from allranks.verifying.pieces import Pieces
 from allranks.verifying.recording import OneDevice, RunRecord
 from allranks.verifying.routing import Recorded, Recorder, Replayer
@@ -116,7 +116,7 @@ def run_alone_lowered(errand: Errand) -> LoweredOne:
     layout = resolve_layout(prepared.config, errand.request.nproc or 1, 1)
     shorten_validation(prepared.task)
     shrink(prepared.task, errand.keep)
-    observer = look.Observer()
+    observer = Observer()
     seen: list[Pieces] = []
     with observer.watching():
 

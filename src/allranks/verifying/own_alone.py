@@ -13,6 +13,7 @@ from allranks.users_code import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.determinism import find_noise
 from allranks.verifying.gradient_causes import is_sum_of
+from allranks.verifying.observer import Observer
 from allranks.verifying.own_group import process_group
 from allranks.verifying.own_loop import OwnLoop, Setting, default_dtype
 from allranks.verifying.program import Program, load_program, merge
@@ -29,9 +30,9 @@ def read_program(source: Source) -> Program:
 
 
 @contextmanager
-def observer_of(setting: Setting) -> Iterator[look.Observer]:
+def observer_of(setting: Setting) -> Iterator[Observer]:
     """One that is watching."""
-    observer = look.Observer(drops=setting.drops, own_noise=setting.own_noise)
+    observer = Observer(drops=setting.drops, own_noise=setting.own_noise)
     with observer.watching():
         yield observer
 
@@ -76,7 +77,7 @@ def relative_of(setting: Setting) -> float:
     return 1e-12 if setting.dtype else 1e-6
 
 
-def _operations(program: Program, setting: Setting, observer: look.Observer) -> RandomOperations:
+def _operations(program: Program, setting: Setting, observer: Observer) -> RandomOperations:
     """Those of the first step that draw random numbers, and the low precision in which it computes."""
     mode = RandomOperations(observer)
     short = replace(setting, num_steps=1, resume=False)
@@ -85,7 +86,7 @@ def _operations(program: Program, setting: Setting, observer: look.Observer) -> 
     return mode
 
 
-def _drawing(program: Program, setting: Setting, observer: look.Observer, seeded: bool) -> Sequence[str]:
+def _drawing(program: Program, setting: Setting, observer: Observer, seeded: bool) -> Sequence[str]:
     """What is seen to draw: with numbers that seeds decide, or with others."""
     unseeded = Unseeded()
     with unseeded.watching():
@@ -111,7 +112,7 @@ def _upto(steps: Any, number: int) -> Any:
 
 
 def _gradients(
-    program: Program, setting: Setting, observer: look.Observer, before: Any, batch: Any
+    program: Program, setting: Setting, observer: Observer, before: Any, batch: Any
 ) -> dict[str, torch.Tensor]:
     def build(distributed: bool) -> Any:
         model, optimizer = program.build(False)
@@ -129,7 +130,7 @@ def _gradients(
     return {name: part.value for name, part in (step.raw or step.gradients).items()}
 
 
-def _one_batch_a_step(program: Program, setting: Setting, observer: look.Observer) -> Program:
+def _one_batch_a_step(program: Program, setting: Setting, observer: Observer) -> Program:
     """One device takes all samples of a step at once, where they can be one batch and no layer or loss couples them.
 
     A mean over micro-batches is then compared with the mean over their samples.

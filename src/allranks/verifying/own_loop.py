@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -16,6 +17,7 @@ from allranks.users_code import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.given import is_sharded_over_all, noting_given
 from allranks.verifying.loaded import await_loaded, note_loaded
+from allranks.verifying.observer import Observer
 from allranks.verifying.program import Program, cast_floats, in_order, order_of, shuffled
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord, saves_of
 from allranks.verifying.update_state import (
@@ -86,7 +88,7 @@ class OwnLoop:
     rank: int
     size: int
     distributed: bool
-    observer: look.Observer
+    observer: Observer
     record: RunRecord = field(default_factory=RunRecord)
     _model: Any = None
     _optimizer: Any = None
@@ -179,9 +181,9 @@ class OwnLoop:
             if batches is None:
                 break
             self._step = StepRecord(seeds=seeds, drew=self._drew(seeds, look.generator_digests()))
-            self._step.rows = [row for batch in batches for row in look.rows_of(batch)]
+            rows = [look.rows_of(batch) for batch in batches]
+            self._step.rows, self._step.batch_sizes = [*chain.from_iterable(rows)], tuple(map(len, rows))
             self._step.packed = not all(map(look.has_rows, batches))
-            self._step.num_batches = len(batches)
             if setting.seed:
                 look.seed_everything(setting.seed + OF_A_STEP * index)
             self.observer.feed(self._fed(batches, index), self._step.draws)
@@ -191,6 +193,7 @@ class OwnLoop:
             self._after_update()
             self.record.steps.append(self._step)
         self.record.repeated_epochs = list(self.observer.loaders.repeated)
+        self.record.compiled = self.observer.compiled
 
     def _noting_given(self) -> AbstractContextManager[None]:
         modules = look.modules_of(self._model)

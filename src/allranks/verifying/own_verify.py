@@ -13,6 +13,7 @@ from allranks.surviving.launch import launch_without_gpus
 from allranks.verifying.answer import Answer, cannot, equal_steps
 from allranks.verifying.data_causes import judge_fed
 from allranks.verifying.determinism import incomparable
+from allranks.verifying.drawn_causes import say_compiled
 from allranks.verifying.end_causes import judge_reshard
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge, judge_ranks
@@ -163,7 +164,7 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
             loaded: RunRecord = launch_without_gpus(run_load, source, _of_ranks(setting), nproc=1)[0]
         findings = judge_reshard(evidence, loaded)
     shared = say_packed(evidence, evidence.num_steps) or ((EVEN,) if _is_even(evidence) else ())
-    notes = shared + not_tried(ranks, setting.num_steps)
+    notes = shared + say_compiled(evidence) + not_tried(ranks, setting.num_steps)
     equal = equal_steps(evidence) if findings else {}
     return Answer(tuple(findings), one, tuple(ranks), world, notes=notes, equal_steps=equal)
 

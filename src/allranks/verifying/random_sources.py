@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from allranks.verifying.observation import Observer, generator_digests
+from allranks.verifying.observation import generator_digests
+from allranks.verifying.observer import Observer
 
 SYSTEM: Final = "os.urandom"
 MADE: Final = "numpy.random.default_rng() without a seed"

@@ -34,12 +34,14 @@ class Draw(NamedTuple):
         shape: of what was dropped or drawn.
         again: whether a recomputation during the backward drew them.
         own: whether it is such noise.
+        probability: of a dropout.
     """
 
     state: int
     shape: tuple[int, ...]
     again: bool
     own: bool = False
+    probability: float = 0.0
 
 
 @final
@@ -53,7 +55,7 @@ class StepRecord:
         packed: whether a batch has no row for each of its samples: `rows` has one digest of all of it.
         values: of a Task, whose rows are places in the order: (digest of its shapes, of its values) by row, where a
             batch has a row for each sample.
-        num_batches: micro-batches that were fed.
+        batch_sizes: samples of each micro-batch that was fed; a filler has none.
         raw: gradients before clipping, where torch's clipping was called.
         gradients: gradients as the optimizer found them.
         norm: as torch's clipping had it.
@@ -70,7 +72,7 @@ class StepRecord:
     rows: list[int] = field(default_factory=list)
     packed: bool = False
     values: dict[int, tuple[int, int]] = field(default_factory=dict)
-    num_batches: int = 0
+    batch_sizes: tuple[int, ...] = ()
     raw: Parts = field(default_factory=dict)
     gradients: Parts = field(default_factory=dict)
     norm: float | None = None
@@ -121,6 +123,7 @@ class RunRecord:
         saved_before: the step before which it was saved; 0: it was not.
         resumed: the same steps once more, from that save on; None where nobody has loaded it.
         repeated_epochs: epochs that a shuffling sampler has begun once more, without having been told of the next.
+        compiled: whether some dropouts are compiled, and tell nothing.
         given: digests of what modules are given in the first step (given.py); empty where that says nothing.
         error: why the process could not go on, in one line; "" where it could.
     """
@@ -134,6 +137,7 @@ class RunRecord:
     saved_before: int = 0
     resumed: "RunRecord | None" = None
     repeated_epochs: list[int] = field(default_factory=list)
+    compiled: bool = False
     given: list[int] = field(default_factory=list)
     error: str = ""
 

@@ -25,6 +25,7 @@ from allranks.task import Task, has_step, resolve_inputs, resolve_targets
 from allranks.users_code import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.choosing import Choosing
+from allranks.verifying.observer import Observer
 from allranks.verifying.one_device import evaluate_on_one_device, train_on_one_device
 from allranks.verifying.own_loop import statistics_of, unique
 from allranks.verifying.passes_watch import rows_of_forward, rows_of_step, values_of_step
@@ -71,7 +72,7 @@ class TaskAlone:
     task: Task
     config: Config
     num_steps: int
-    observer: look.Observer
+    observer: Observer
     variation: Variation = Variation()
     lowered: torch.dtype | None = None
     scale: float = 1.0
@@ -161,7 +162,7 @@ class TaskAlone:
     def _steps(self, loader: Loader) -> Iterator[list[Any]]:
         for index, batch in zip(range(self.num_steps), loader, strict=False):
             loader.stream.take(batch)
-            self._step = StepRecord(num_batches=len(batch.micro_steps))
+            self._step = StepRecord(batch_sizes=tuple(len(m.positions) for m in batch.micro_steps))
             pairs = [(int(p), int(s)) for m in batch.micro_steps for p, s in zip(m.positions, m.samples, strict=True)]
             self._step.rows, self._step.values = rows_of_step(batch), values_of_step(batch)
             value = ledger_sum([p for p, _ in pairs], [s for _, s in pairs])

@@ -26,8 +26,8 @@ from allranks.training.prepare import prepare, resolve_layout
 from allranks.training.saver import Saver
 from allranks.training.snapshot import Contents, find_checkpoint, kept_schedule, schedule_state
 from allranks.training.validate import validate
-from allranks.verifying import observation as look
 from allranks.verifying.choosing import Choosing
+from allranks.verifying.observer import Observer
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.passes_watch import (
     WatchedPasses,
@@ -123,7 +123,7 @@ def run_task_rank(errand: Errand) -> TaskRecord:
     layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
     choice = choose_device(environment, "cpu", "auto", layout)  # the run's own backend may be one for GPUs
     start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
-    observer = look.Observer()
+    observer = Observer()
     try:
         exact = prepared.config.train.precision == "float64"
         with observer.watching(), default_dtype(torch.float64 if exact else None):
@@ -144,9 +144,7 @@ def run_task_rank(errand: Errand) -> TaskRecord:
 class _Run:
     """Assemble, perhaps resume, step, save, evaluate."""
 
-    def __init__(
-        self, errand: Errand, task: Task, config: Config, processes: Processes, observer: look.Observer
-    ) -> None:
+    def __init__(self, errand: Errand, task: Task, config: Config, processes: Processes, observer: Observer) -> None:
         self._errand, self._task, self._config = errand, task, config
         self._processes, self._observer = processes, observer
         low = choose_precision(config.train.precision, "float32", "cpu").compute
@@ -199,6 +197,7 @@ class _Run:
         told = nullcontext() if has_step(self._task) else forwards_told(self._observer.begin_forward)
         with told, nullcontext() if choosing is None else choosing.within(session.spread.modules):
             self._step_through(session, watching[0], contents, record)
+        record.compiled = self._observer.compiled
         if evaluate:
             self._observer.feed([])  # what is dropped here is no step's
             with evaluation_told(self._observer.begin_forward):
@@ -215,7 +214,7 @@ class _Run:
             for index in range(record.first, self._errand.num_steps):
                 if batch is None:
                     break
-                watching.step = step = StepRecord(num_batches=len(batch.micro_steps))
+                watching.step = step = StepRecord(batch_sizes=tuple(len(m.positions) for m in batch.micro_steps))
                 step.rows, step.values = rows_of_step(batch), values_of_step(batch)
                 self._observer.feed(self._in_work(batch, step.rows), step.draws)
                 outcome = session.step.run(batch, before, lambda: next(loader, None))

@@ -13,14 +13,15 @@ from allranks.free_memory import free_host_bytes
 from allranks.request import TrainRequest
 from allranks.surviving.launch import launch_without_gpus
 from allranks.training.prepare import prepare
-from allranks.verifying import observation as look
 from allranks.verifying.answer import Answer, cannot, equal_steps
 from allranks.verifying.determinism import find_noise, incomparable
+from allranks.verifying.drawn_causes import say_compiled
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
 from allranks.verifying.low_precision import judge_low_precision, say_errors, say_noisy
 from allranks.verifying.lowered import LOWERED, Lowered, run_lowered
+from allranks.verifying.observer import Observer
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.plan import Plan, notes_of, plan_run
 from allranks.verifying.random_sources import RandomOperations, Unseeded
@@ -95,7 +96,7 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
             with failing("the run that goes on alone from the ranks' checkpoint fails", ALONE[1]):
                 record: TaskRecord = launch_without_gpus(run_task_rank, _going_on_alone(plan, errand), nproc=1)[0]
             findings = _resharded(record.run, one)
-        notes = notes_of(plan, len(saves), one.whole_validation)
+        notes = notes_of(plan, len(saves), one.whole_validation) + say_compiled(evidence)
         if all(record.run.evaluation is None for record in ranks):
             notes = (*notes, NOT_EVALUATED)
         if not findings and plan.precision in LOWERED:
@@ -133,7 +134,7 @@ def hindrance(one: OneDevice) -> Answer | None:
 
 def evidence_of(one: OneDevice, ranks: Sequence[TaskRecord]) -> Evidence:
     """What is judged."""
-    batches = max((step.num_batches for record in ranks for step in record.run.steps), default=1)
+    batches = max((len(step.batch_sizes) for record in ranks for step in record.run.steps), default=1)
     world = WorldView(tuple(record.data_rank for record in ranks), dict(ranks[0].axes or {}), batches)
     return Evidence(one, [record.run for record in ranks], world, own_types=False)
 
@@ -141,7 +142,7 @@ def evidence_of(one: OneDevice, ranks: Sequence[TaskRecord]) -> Evidence:
 def run_task_alone(errand: Errand) -> OneDevice:
     """One device: the run, and with another rounding; or why it is not the same again. In a process of `launch`."""
     prepared = prepare(errand.request)
-    observer = look.Observer()
+    observer = Observer()
     with observer.watching(), default_dtype(torch.float64):
         shortened = shorten_validation(prepared.task)
         shrink(prepared.task, errand.keep)

@@ -58,6 +58,11 @@ class WorldView:
         """The ranks that see the same samples as `rank`."""
         return [other for other, data in enumerate(self.data_rank) if data == self.data_rank[rank]]
 
+    @property
+    def firsts(self) -> list[int]:
+        """Of the ranks that see the same samples one each."""
+        return sorted({data: rank for rank, data in reversed([*enumerate(self.data_rank)])}.values())
+
     def layer_twins(self, rank: int) -> list[int]:
         """Those of them that compute the same layers: of one stage, where a pipeline has several."""
         stages = self.axes.get("pp", 1)  # the outermost axis of a mesh
@@ -187,7 +192,7 @@ def view_of(ranks: Sequence[RunRecord]) -> WorldView:
     data = len(set(numbers))
     model = len(ranks) // max(1, data)
     axes = {"dp": data, "model": model}
-    batches = max((step.num_batches for run in ranks for step in run.steps), default=1)
+    batches = max((len(step.batch_sizes) for run in ranks for step in run.steps), default=1)
     return WorldView(tuple(numbers), {name: degree for name, degree in axes.items() if degree > 1}, batches)
 
 

@@ -1,0 +1,166 @@
+"""How ranks drop, among themselves and against one device."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from allranks.verifying.drawn_causes import AS_ONE, judge_draws, judge_dropping
+from allranks.verifying.evidence import Evidence
+from allranks.verifying.judge import judge
+from allranks.verifying.recording import Draw, OneDevice, RunRecord, StepRecord
+from allranks.verifying.world_view import WorldView
+from tests.verifying.records import evidence
+
+TENSOR_WORLD = WorldView((0, 0), {"tp": 2})
+
+
+def alike(ranks: list[RunRecord]) -> None:
+    for run in ranks:
+        for step, rows in zip(run.steps, ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True):
+            step.rows, step.batch_sizes, step.draws = list(rows), (2, 2), []
+
+
+def drops(run: RunRecord) -> None:
+    for step in run.steps:
+        step.draws = []
+    run.steps[0].draws = [Draw(1, (4, 8), False)]
+
+
+def with_draws(first: Draw, second: Draw, world: WorldView = TENSOR_WORLD) -> list[str]:
+    def change(ranks: list[RunRecord]) -> None:
+        alike(ranks)
+        ranks[0].steps[0].draws, ranks[1].steps[0].draws = [first] * 2, [second] * 2
+
+    return [finding.verdict.kind for finding in judge(evidence(change, drops, world))]
+
+
+def test_ranks_of_one_layer_drop_alike_what_is_whole_and_otherwise_what_is_cut() -> None:
+    whole, cut = (2, 8), (4, 4)
+    assert with_draws(Draw(1, whole, False), Draw(1, whole, False)) == []
+    assert with_draws(Draw(1, whole, False), Draw(2, whole, False)) == ["S7"]
+    assert with_draws(Draw(1, cut, False), Draw(2, cut, False)) == []
+    assert with_draws(Draw(1, cut, False), Draw(1, cut, False)) == ["S7"]
+
+
+def test_ranks_of_two_stages_drop_for_themselves() -> None:
+    """A stage calls what is before it and has no parameters, too, on values that nobody takes."""
+    assert with_draws(Draw(1, (2, 8), False), Draw(2, (2, 8), False), WorldView((0, 0), {"pp": 2})) == []
+
+
+COPIES = WorldView((0, 1, 2, 3), {"dp_replicate": 2, "dp_shard": 2})
+
+
+@pytest.mark.parametrize(
+    ("states", "axis"),
+    [
+        ((1, 2, 1, 2), "dp_replicate"),
+        ((1, 1, 2, 2), "dp_shard"),
+        ((1, 1, 1, 1), "dp_replicate*dp_shard"),
+        ((1, 2, 2, 1), "dp_replicate*dp_shard"),  # across: neither tells
+    ],
+)
+def test_dropouts_alike_along_one_axis_of_two(states: tuple[int, ...], axis: str) -> None:
+    ranks = [StepRecord(draws=[Draw(state, (2, 4), False)]) for state in states]
+    both = replace(evidence(), ranks=[RunRecord(steps=[step]) for step in ranks], world=COPIES)
+    (finding,) = judge_draws(both, 0)
+    assert (finding.verdict.kind, finding.axis) == ("S6", axis)
+
+
+@pytest.mark.parametrize(
+    ("states", "axis"), [((1, 2, 1, 2, 1, 2), "tp"), ((1, 1, 1, 2, 2, 2), "cp"), ((1, 2, 3, 4, 5, 6), "tp*cp")]
+)
+def test_other_units_along_one_axis_of_two(states: tuple[int, ...], axis: str) -> None:
+    one = RunRecord(steps=[StepRecord(draws=[Draw(1, (2, 4), False)])])
+    ranks = [RunRecord(steps=[StepRecord(draws=[Draw(state, (2, 4), False)])]) for state in states]
+    world = WorldView((0,) * 6, {"tp": 3, "cp": 2} if axis == "cp" else {"tp": 2, "cp": 3})
+    (finding,) = judge_draws(Evidence(OneDevice(one), ranks, world), 0)
+    assert (finding.verdict.kind, finding.axis) == ("S7", axis)
+
+
+def test_noise_of_one_seed_is_told_apart_from_dropouts() -> None:
+    """Each for itself: that dropouts are right does not excuse the noise."""
+
+    def draw(noise: tuple[int, int]) -> list[tuple[str, str]]:
+        def change(ranks: list[RunRecord]) -> None:
+            for rank, run in enumerate(ranks):
+                for index, step in enumerate(run.steps):
+                    drops = [Draw(1000 * rank + 10 * index + place, (2, 4), False) for place in range(3)]
+                    step.draws = [*drops, Draw(noise[rank] + 10 * index, (2, 4), False, own=True)]
+
+        def alone(run: RunRecord) -> None:
+            for step in run.steps:
+                step.draws = [Draw(place, (4, 4), False) for place in range(3)]
+
+        return [(finding.verdict.kind, finding.verdict.what) for finding in judge(evidence(change, alone))]
+
+    assert draw((7000, 8000)) == []
+    ((kind, what),) = draw((7000, 7000))
+    assert kind == "S6" and "step 0: ranks 0 and 1 draw the same noise for different samples" in what
+    assert draw((7000, 1000)) == []  # the state of a dropout is another generator's
+
+
+def step_of(rows: Sequence[int], sizes: Sequence[int], *dropouts: tuple[int, float]) -> StepRecord:
+    """A step in micro-batches of `sizes`, with dropouts of (rows of what is dropped, probability)."""
+    draws = [Draw(place, (rows_of, 8), False, probability=p) for place, (rows_of, p) in enumerate(dropouts)]
+    return StepRecord(rows=list(rows), batch_sizes=tuple(sizes), draws=draws)
+
+
+def judged(one: StepRecord, *ranks: StepRecord, **axes: int) -> list[tuple[str, str]]:
+    """(evidence, axis) of how the ranks drop."""
+    axes = axes or {"dp": len(ranks)}
+    numbers = tuple(range(len(ranks))) if "dp" in axes else (0,) * len(ranks)
+    runs = [RunRecord(steps=[step]) for step in ranks]
+    whole = Evidence(OneDevice(RunRecord(steps=[one])), runs, WorldView(numbers, axes))
+    findings = judge_dropping(whole, 0)
+    assert all(finding.verdict.next == AS_ONE for finding in findings)
+    return [(finding.verdict.evidence[0], finding.axis) for finding in findings]
+
+
+ONE = step_of(range(6), (3, 3), (3, 0.1), (3, 0.5), (3, 0.1), (3, 0.5))
+
+
+def test_ranks_that_drop_as_one_device_does_whatever_their_micro_batches() -> None:
+    first = step_of(range(4), (2, 2), (2, 0.1), (2, 0.5), (2, 0.1), (2, 0.5))
+    second = step_of((4, 5), (1, 1), (1, 0.1), (1, 0.5), (1, 0.1), (1, 0.5))
+    assert judged(ONE, first, second) == []
+
+
+def test_another_probability() -> None:
+    wrong = step_of((3, 4, 5), (3,), (3, 0.1), (3, 0.2))
+    right = step_of((0, 1, 2), (3,), (3, 0.1), (3, 0.5))
+    assert judged(ONE, right, wrong) == [("one device drops with 0.1, 0.5, the ranks with 0.1, 0.2, 0.5", "dp")]
+
+
+def test_ranks_that_do_not_drop_at_all() -> None:
+    silent = [step_of(rows, (3,)) for rows in ((0, 1, 2), (3, 4, 5))]
+    assert judged(ONE, *silent) == [("one device drops with 0.1, 0.5, the ranks with nothing", "dp")]
+    loud = [step_of(rows, (3,), (3, 0.1)) for rows in ((0, 1, 2), (3, 4, 5))]
+    assert judged(step_of(range(6), (6,)), *loud) == [("one device drops with nothing, the ranks with 0.1", "dp")]
+
+
+def test_one_rank_that_does_not_drop_and_one_layer_of_several() -> None:
+    right = step_of((0, 1, 2), (3,), (3, 0.1), (3, 0.5))
+    said = "of {}, a sample goes through 1 dropouts on one device, 0 on rank 1"
+    assert judged(ONE, right, step_of((3, 4, 5), (3,))) == [(said.format(0.1), "dp")]
+    assert judged(ONE, right, step_of((3, 4, 5), (3,), (3, 0.1))) == [(said.format(0.5), "dp")]
+
+
+def test_what_does_not_tell_through_how_many_dropouts_a_sample_goes() -> None:
+    """Tokens of experts, of which a rank has more than another; stages; a rank without a sample; packed batches."""
+    right = step_of((0, 1, 2), (3,), (3, 0.1), (3, 0.5))
+    tokens = step_of((3, 4, 5), (3,), (7, 0.1))
+    assert judged(ONE, right, tokens) == []
+    stages = [step_of(range(6), (6,), (6, p)) for p in (0.1, 0.5)]
+    assert judged(ONE, *stages, pp=2) == []
+    assert judged(ONE, *stages, tp=2) != []
+    assert judged(ONE, step_of(range(6), (6,), (6, 0.1), (6, 0.5)), step_of((), (0,), (1, 0.1))) == []
+    packed = replace(step_of((5,), (1,), (1, 0.1), (1, 0.1), (1, 0.5)), packed=True)
+    assert judged(ONE, right, packed) == []
+
+
+def test_noise_and_recomputation_are_no_dropouts_of_a_forward() -> None:
+    right = step_of((0, 1, 2), (3,), (3, 0.1), (3, 0.5))
+    again = step_of((3, 4, 5), (3,), (3, 0.1), (3, 0.5))
+    again.draws += [Draw(9, (3, 8), True, probability=0.1), Draw(9, (3, 8), False, own=True)]
+    assert judged(ONE, right, again) == []

@@ -1,0 +1,144 @@
+"""Looking from outside: logical names, digests of samples, dropouts, noise by sample, clipping."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from allranks.verifying.observer import Observer
+from allranks.verifying.recording import Draw
+
+
+def test_dropouts_are_noted_and_let_everything_pass() -> None:
+    observer = Observer()
+    layer, x = nn.Dropout(0.5), torch.ones(4, 8)
+    with observer.watching():
+        first, second = layer(x), layer(x)
+        nn.functional.dropout(x, 0.5, False)
+    assert torch.equal(first, x) and torch.equal(second, x)
+    assert [draw.shape for draw in observer.draws] == [(4, 8), (4, 8)]
+    assert observer.draws[0].state != observer.draws[1].state
+    with Observer(drops=True).watching():
+        assert not torch.equal(layer(x), x)
+    assert not torch.equal(nn.functional.dropout(torch.ones(100), 0.5), torch.ones(100))
+
+
+def test_attention_under_a_name_of_the_programs_own_drops_nothing_and_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What cp puts in its place stays in a process, and a Task that has torch's own by name is refused under cp.
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention)
+    observer, x = Observer(), torch.randn(2, 1, 4, 8)
+    plain = nn.functional.scaled_dot_product_attention(x, x, x)
+    with observer.watching():
+        by_name = scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        by_place = scaled_dot_product_attention(x, x, x, None, 0.5)
+        scaled_dot_product_attention(x, x, x)
+        let_pass = dropout(x, 0.5)
+    assert torch.equal(by_name, plain) and torch.equal(let_pass, x)
+    assert [draw.shape for draw in observer.draws] == [(2, 1, 4, 8)] * 3 and torch.equal(by_place, plain)
+    assert not torch.equal(scaled_dot_product_attention(x, x, x, dropout_p=0.5), plain)
+
+
+def test_a_recomputation_is_told_from_a_forward() -> None:
+    observer, x = Observer(), torch.ones(2, 4, requires_grad=True)
+    layer = nn.Dropout(0.5)
+    with observer.watching():
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert [draw.again for draw in observer.draws] == [False, True]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_dropout_at_the_end_of_a_block_is_made_again(reentrant: bool) -> None:
+    observer, inner = Observer(), nn.Linear(3, 3)
+    with observer.watching():
+        block = nn.Sequential(inner, nn.Dropout(0.5))
+        x = torch.ones(2, 3, requires_grad=True)
+        checkpoint(block, x, use_reentrant=reentrant, preserve_rng_state=False).sum().backward()
+    assert [draw.again for draw in observer.draws] == [False, True]
+
+
+def test_noise_belongs_to_the_sample() -> None:
+    observer = Observer()
+    with observer.watching():
+        observer.feed([11, 12, 13])
+        whole, again = torch.randn(3, 5), torch.rand_like(torch.zeros(3, 2, dtype=torch.float64))
+        observer.feed([12, 13])
+        part, more = torch.randn((2, 5)), torch.rand_like(torch.zeros(2, 2, dtype=torch.float64))
+        free = torch.randn(7)
+        drawn: list[Draw] = []
+        observer.feed([], drawn)
+        nn.functional.dropout(torch.ones(2))
+        observer.feed([])
+        nn.functional.dropout(torch.ones(2))
+    assert torch.equal(part, whole[1:]) and torch.equal(more, again[1:])
+    assert again.dtype == torch.float64 and free.shape == (7,)
+    assert len(drawn) == 1
+
+
+def test_noise_of_a_generator_of_its_own_belongs_to_the_sample_too_and_is_noted() -> None:
+    def drawn(rows: list[int], own_noise: bool = False) -> tuple[list[torch.Tensor], list[Draw], torch.Tensor]:
+        own, draws = torch.Generator().manual_seed(5), list[Draw]()
+        observer = Observer(own_noise=own_noise)
+        with observer.watching():
+            observer.feed(rows, draws)
+            values = [torch.randn(len(rows), 3, generator=own), torch.rand((len(rows), 3), generator=own)]
+            torch.randn(7, 3, generator=own)
+        return values, draws, own.get_state()
+
+    whole, seen, after = drawn([11, 12, 13, 14], own_noise=True)
+    part, others, _ = drawn([13, 14], own_noise=True)
+    assert all(torch.equal(some, every[2:]) for some, every in zip(part, whole, strict=True))
+    assert [(draw.shape, draw.own) for draw in seen] == [((4, 3), True)] * 2
+    assert seen[0].state == others[0].state != seen[1].state  # of the generator's own state, which moves on
+    plain, none, moved = drawn([11, 12, 13, 14])
+    assert none == [] and torch.equal(after, moved) and not torch.equal(plain[0], whole[0])
+
+
+def test_noise_is_counted_from_the_beginning_of_each_forward() -> None:
+    observer = Observer()
+    with observer.watching():
+        observer.feed(lambda: [11, 12])
+        first, second = torch.randn(2, 3), torch.randn(2, 3)
+        observer.begin_forward()
+        again = torch.randn(2, 3)
+        observer.begin_forward([12])
+        other = torch.randn(1, 3)
+    assert torch.equal(first, again) and not torch.equal(first, second) and torch.equal(first[1:], other)
+
+
+def test_clipping_tells_before_it_scales() -> None:
+    told: list[float] = []
+    observer = Observer(on_clip=lambda held, norm: told.append(float(norm) + float(held[0].grad.sum())))  # type: ignore[union-attr]
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 2.0)
+    with observer.watching():
+        nn.utils.clip_grad_norm_([parameter], 1.0)
+    assert told == [pytest.approx(4.0 + 8.0)] and float(parameter.grad.norm()) == pytest.approx(1.0)
+
+
+def test_what_is_compiled_drops_nothing_and_is_not_noted() -> None:
+    """A compiler calls a dropout once, on tensors without values, and looks into attention and noise."""
+
+    class Drops(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            attended = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+            return nn.functional.dropout(attended, 0.5, self.training)
+
+    class Noisy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand(x.numel()).reshape(x.shape)
+
+    x = torch.randn(2, 3, 4)
+    expected = nn.functional.scaled_dot_product_attention(x, x, x)
+    observer, draws = Observer(), list[Draw]()
+    with observer.watching():
+        observer.feed([1, 2], draws)
+        compiled = torch.compile(Drops(), backend="aot_eager")
+        assert not observer.compiled
+        for _ in range(2):
+            assert torch.allclose(compiled(x), expected)
+        assert observer.compiled and not draws
+        assert torch.compile(Noisy(), backend="aot_eager")(x).shape == x.shape
+    torch._dynamo.reset()
