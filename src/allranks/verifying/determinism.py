@@ -21,7 +21,7 @@ OTHER_SEED = 977
 SAME = 1e-9  # relative, of losses, norms and metrics
 INSTEAD = (
     "leave the noise out for the time of the comparison; or draw it by torch.randn or rand with one row for each "
-    "sample, which verify makes a function of the sample"
+    "sample, outside of what is compiled, which verify makes a function of the sample"
 )
 PARTS = {
     "raw": "the gradient of",
