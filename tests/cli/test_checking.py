@@ -247,6 +247,9 @@ PLANNED_TOO: list[tuple[str, Layout, str, int]] = [
     (TASK, Layout(dp_shard=8, sharding="grad_op"), "bfloat16", 8),
     (TASK, Layout(dp_replicate=2, dp_shard=4, recompute="full"), "bfloat16", 8),
     (TASK, Layout(dp_replicate=4, pp=2), "bfloat16", 16),
+    (TASK, Layout(dp_shard=4, pp=2), "bfloat16", 16),
+    (TASK, Layout(dp_shard=4, pp=2), "float16", 16),
+    (TASK, Layout(dp_shard=4, tp=2), "bfloat16", 8),
 ]
 
 
