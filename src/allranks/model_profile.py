@@ -70,6 +70,8 @@ class Block:
         repeated: whether it is one of the model's repeated blocks (else what stands before, between or after them).
         low_stream: whether what goes from block to block is counted in the precision's own width, as shapes have it;
             else as it was traced.
+        low_share: of what goes into it, so much where FSDP gathers weights in 16 bits, as a trace with such weights has
+            it: 0.5 of a stream that is float32 because embeddings are. Of a block that embeds, of what its tables give.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Block:
     input_bytes: float = 0.0
     repeated: bool = False
     low_stream: bool = False
+    low_share: float = 1.0
 
     @property
     def has_experts(self) -> bool:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -60,15 +61,35 @@ def test_what_a_dry_run_is_told() -> None:
     assert {"layout.context=ring", "train.precision=float32"} <= set(rehearser().words(ask(), ring))
 
 
-def test_the_cluster_is_the_users_or_the_one_that_was_planned(tmp_path: Path) -> None:
-    """A file by its path, whatever name stands in it; another number of devices by what it is."""
+def test_the_cluster_is_the_users_with_the_devices_that_were_planned(tmp_path: Path) -> None:
+    """A file by its path, whatever name stands in it; another number of its devices beside that."""
     (tmp_path / "ours.toml").write_text('nodes = 2\ndevices_per_node = 4\ndevice = "a100-80g"\n')
     path = str(tmp_path / "ours.toml")
     request = PlanRequest(("llama3-8b",), (path,), check=True)
     question = ask(where=path)
-    assert path in rehearser(request=request).words(question, CHOICE)
-    smaller = question.on(cluster_of(ask().cluster, 4))
-    assert "1x4:a100-80g" in rehearser(request=request).words(smaller, CHOICE)
+    words = rehearser(request=request).words(question, CHOICE)
+    assert path in words and "--gpus" not in words
+    smaller = question.on(cluster_of(question.cluster, 4))
+    words = rehearser(request=request).words(smaller, CHOICE)
+    assert words[words.index("--cluster") :][:4] == ["--cluster", path, "--gpus", "4"]
+    several = replace(request, cluster=("1x4:a100-80g", path))
+    words = rehearser(request=several).words(smaller, CHOICE, path)
+    assert words[words.index("--cluster") :][:4] == ["--cluster", path, "--gpus", "4"], "not what has the same name"
+
+
+@pytest.mark.full
+def test_a_files_own_device_is_rehearsed_whatever_their_number(tmp_path: Path) -> None:
+    """Half of a node of A100s whose file says that they have 70 GB."""
+    text = 'nodes = 1\ndevices_per_node = 8\ndevice = {like = "a100-80g", memory_gb = 70}\n'
+    (tmp_path / "ours.toml").write_text(text)
+    task, keys = "tests.rehearsing.tasks:Tokens", ("--layout", "fsdp", "--micro-batch", "2", "--check", "--json")
+    where = ("--cluster", str(tmp_path / "ours.toml"), "--gpus", "4")
+    planned = allranks("plan", task, "train.global_batch=16", *where, *keys, folder=Path(__file__).parents[2])
+    (line,) = (line for line in planned.stderr.splitlines() if line.startswith("checking: allranks "))
+    (checked,) = json.loads(planned.stdout)["checked"]
+    assert checked["outcome"] == "stands"
+    told = allranks(*shlex.split(line.partition("allranks ")[2]), "--json", folder=Path(__file__).parents[2])
+    assert json.loads(told.stdout)["capacity_bytes"] == pytest.approx(0.985 * 70e9)
 
 
 def test_a_task_keeps_its_words_and_its_micro_steps() -> None:
@@ -226,6 +247,9 @@ PLANNED_TOO: list[tuple[str, Layout, str, int]] = [
     (TASK, Layout(dp_shard=8, sharding="grad_op"), "bfloat16", 8),
     (TASK, Layout(dp_replicate=2, dp_shard=4, recompute="full"), "bfloat16", 8),
     (TASK, Layout(dp_replicate=4, pp=2), "bfloat16", 16),
+    (TASK, Layout(dp_shard=4, pp=2), "bfloat16", 16),
+    (TASK, Layout(dp_shard=4, pp=2), "float16", 16),
+    (TASK, Layout(dp_shard=4, tp=2), "bfloat16", 8),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def test_a_question() -> None:
     question = question_of(asked)
     assert (question.model, question.layout.world_size, question.ranks) == ("llama3-8b", 64, (0, 63))
     assert question.config.train.precision == "bfloat16"
+
+
+def test_another_number_of_devices_is_of_the_clusters_own_kind(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text('nodes = 2\ndevices_per_node = 8\ndevice = {like = "a100-80g", memory_gb = 70}\n')
+    asked = Asked(("llama3-8b", "train.global_batch=64"), str(path), "dp_shard=4", gpus=4)
+    cluster = question_of(asked).cluster
+    assert (cluster.num_devices, cluster.device.memory_bytes) == (4, 70e9)
+    with pytest.raises(ConfigError, match="nodes of 8 devices; use 8 or 16"):
+        question_of(replace(asked, gpus=12))
 
 
 def test_a_task_is_rehearsed_on_two_ranks_of_each_stage_and_a_model_by_name_of_the_first() -> None:

@@ -22,7 +22,7 @@ SURFACE = {
     "allranks verify": "ARGUMENTS... --help --json --layout --nproc --steps",
     "allranks chaos": "ARGUMENTS... --help --json --kills --layout --nproc --points --run --run-dir --seed",
     "allranks dryrun": (
-        "ARGUMENTS... --cluster --experts --ffn --full-trace --heads --help --hidden --json --kv-heads --layers "
+        "ARGUMENTS... --cluster --experts --ffn --full-trace --gpus --heads --help --hidden --json --kv-heads --layers "
         "--layout --ranks --remedies --svg --timeline --top-k --trace --vocab"
     ),
     "allranks simulate": (

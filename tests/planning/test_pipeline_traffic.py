@@ -76,6 +76,13 @@ def test_a_shapes_stream_is_float32_where_no_weight_is_gathered_in_16_bits() -> 
     assert message_bytes(experts, shards) == 4 * ACTIVATION
 
 
+def test_a_traced_stream_is_as_wide_as_its_trace_with_gathered_weights() -> None:
+    traced = replace(PROFILE, blocks=tuple(replace(block, low_share=0.5) for block in PROFILE.blocks))
+    copies, shards = (setting_of(choose(64, 2, pp=2, **data)) for data in ({"dp_replicate": 4}, {"dp_shard": 4}))
+    assert message_bytes(traced, copies) == 2 * ACTIVATION
+    assert message_bytes(traced, shards) == ACTIVATION
+
+
 @pytest.mark.parametrize(
     ("schedule", "rank", "messages"),
     [("1f1b", 0, 1), ("1f1b", 1, 2), ("1f1b", 3, 1), ("interleaved", 0, 3), ("interleaved", 1, 4), ("zbv", 0, 2)],

@@ -65,7 +65,7 @@ def test_what_is_float32_under_autocast() -> None:
     plain = Block("layer", (), low_stream=True)
     experts = replace(plain, operations=(Operation("up", "matmul", cut="expert"),))
 
-    def widths(choice: Choice) -> tuple[float, int, int, int]:
+    def widths(choice: Choice) -> tuple[float, int, float, float]:
         got = setting_of(choice)
         return got.width, got.widening, got.stream_widening(plain), got.stream_widening(experts)
 
@@ -74,7 +74,11 @@ def test_what_is_float32_under_autocast() -> None:
     assert widths(fsdp) == (2.0, 2, 1, 2)
     assert widths(replace(fsdp, precision="float16")) == (2.0, 2, 2, 2), "gathered in float32"
     assert widths(replace(ddp, precision="float32")) == (4.0, 1, 1, 1)
-    assert setting_of(ddp).stream_widening(replace(plain, low_stream=False)) == 1, "traced as it is"
+    traced = replace(plain, low_stream=False, low_share=0.5)
+    assert setting_of(ddp).stream_widening(traced) == 1, "traced as it is"
+    assert setting_of(choose(dp_shard=8, gather="float32")).stream_widening(traced) == 1
+    assert setting_of(replace(fsdp, precision="float16")).stream_widening(traced) == 1
+    assert setting_of(fsdp).stream_widening(traced) == 0.5, "as a trace with gathered weights has it"
     assert Setting(8, 1).widening == 1, "of another framework"
 
 

@@ -43,16 +43,21 @@ class Rehearser:
     ) -> None:
         self._arguments, self._subject, self._program = request.arguments, subject, program
         self._sizes = [f"--{name.replace('_', '-')}={value}" for name, value in request.sizes.items()]
-        self._clusters = {find_cluster(text).name: text for text in request.cluster}
+        self._devices = {text: find_cluster(text).num_devices for text in request.cluster}
+        self._first = request.cluster[0]
         self._limit, self._end = limit_seconds, time.monotonic() + limit_seconds
         self._hopeless = False
 
-    def __call__(self, question: Question, choice: Choice) -> DryRun | str | None:
-        """What a dry run of `choice` counted, or why there is none; None when time is up, or all would be refused."""
+    def __call__(self, question: Question, choice: Choice, where: str | None = None) -> DryRun | str | None:
+        """What a dry run of `choice` counted, or why there is none; None when time is up, or all would be refused.
+
+        Args:
+            where: the `--cluster` that the question's cluster was made of; None: the request's first.
+        """
         left = self._end - time.monotonic()
         if left <= 0 or self._hopeless:
             return None
-        words = self.words(question, choice)
+        words = self.words(question, choice, where)
         print("checking: allranks dryrun " + " ".join(words), file=sys.stderr, flush=True)
         try:
             ran = subprocess.run(
@@ -63,11 +68,17 @@ class Rehearser:
             return f"not done within {format_seconds(self._limit)}, which is the limit of all dry runs together"
         return self._read(ran, question, choice)
 
-    def words(self, question: Question, choice: Choice) -> list[str]:
-        """What `allranks dryrun` is told, so that it rehearses just this choice."""
-        layout, cluster = choice.layout, question.cluster.name
-        where = self._clusters.get(cluster, cluster)
-        found = [*self._arguments, *self._sizes, "--cluster", where, "--layout", str(layout)]
+    def words(self, question: Question, choice: Choice, where: str | None = None) -> list[str]:
+        """What `allranks dryrun` is told, so that it rehearses just this choice.
+
+        Another number of devices is told beside the cluster's own words: the name that such a cluster has (1x4:h100)
+        would be read as the catalog's device, whatever a file says of its own.
+        """
+        layout, where = choice.layout, where or self._first
+        found = [*self._arguments, *self._sizes, "--cluster", where]
+        if question.cluster.num_devices != self._devices[where]:
+            found += ["--gpus", str(question.cluster.num_devices)]
+        found += ["--layout", str(layout)]
         if layout.cp > 1:
             found.append(f"layout.context={layout.context}")
         if layout.gather != Layout().gather:

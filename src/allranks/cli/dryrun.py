@@ -24,6 +24,7 @@ Arguments = Annotated[
     ),
 ]
 CLUSTER = _option("--cluster", "8x8:a100-80g, 4:h100@ndr400, 1x2:cpu, local or a TOML file.", "C")
+GPUS = _option("--gpus", "So many devices of this kind; by default all of the cluster's.", "N")
 LAYOUT = _option("--layout", "How to spread it: ddp, fsdp, dp_shard=8,tp=8 ...", "L")
 RANKS = typer.Option("--ranks", metavar="R", help="kinds: one of each; all; or numbers, as in 0,20.")
 TIMELINE = typer.Option("--timeline", help="Print the step unit by unit: gather, compute, drop, reduce.")
@@ -35,6 +36,7 @@ JSON = typer.Option("--json", help="One JSON document on standard output, all el
 def dryrun(
     arguments: Arguments = None,
     cluster: Annotated[str | None, CLUSTER] = None,
+    gpus: Annotated[int | None, GPUS] = None,
     layout: Annotated[str | None, LAYOUT] = None,
     ranks: Annotated[str, RANKS] = "kinds",
     timeline: Annotated[bool, TIMELINE] = False,
@@ -68,4 +70,5 @@ def dryrun(
     from allranks.cli.rehearsing import answer
 
     words = tuple(arguments or ())
-    return answer(Asked(words, cluster, layout, ranks, timeline, svg, trace, full_trace, remedies, json, sizes))
+    options = (layout, ranks, timeline, svg, trace, full_trace, remedies, json, sizes, gpus)
+    return answer(Asked(words, cluster, *options))

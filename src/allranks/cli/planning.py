@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -72,8 +73,11 @@ def answer(request: PlanRequest) -> int:
     with stdout_kept_free(request.json):
         clusters = [find_cluster(text) for text in request.cluster]
         subject = find_subject(request)
-        rehearse = _rehearser(request, subject) if request.check else None
-        asked = [ask(request, subject, cluster).with_dry_runs(rehearse) for cluster in clusters]
+        rehearsals = _rehearsals(request, subject)
+        asked = [
+            ask(request, subject, cluster).with_dry_runs(rehearse)
+            for cluster, rehearse in zip(clusters, rehearsals, strict=True)
+        ]
         plans = [one.plan() for one in asked]
         best = min(plans, key=_order)
         make_profile = asked[plans.index(best)].question.make_profile
@@ -93,10 +97,14 @@ def _check_places(request: PlanRequest) -> None:
         check_target(path)
 
 
-def _rehearser(request: PlanRequest, subject: Subject) -> Rehearse:
+def _rehearsals(request: PlanRequest, subject: Subject) -> list[Rehearse | None]:
+    """What makes dry runs for each `--cluster`, within one limit of time; None where none are asked for."""
+    if not request.check:
+        return [None] * len(request.cluster)
     from allranks.cli.checking import Rehearser
 
-    return Rehearser(request, subject)
+    rehearser = Rehearser(request, subject)
+    return [partial(rehearser, where=text) for text in request.cluster]
 
 
 def _whole(text: str, units: Mapping[str, float], option: str) -> int:

@@ -21,7 +21,12 @@ NAMED = "allranks.rehearsing.named:Named"
 @final
 @dataclass(frozen=True)
 class Asked:
-    """The options of `allranks dryrun`, as they were written; `sizes` by the name of the option."""
+    """The options of `allranks dryrun`, as they were written.
+
+    Attributes:
+        sizes: by the name of the option.
+        gpus: so many devices of the cluster's kind, in its nodes; None: as many as it has.
+    """
 
     arguments: tuple[str, ...]
     cluster: str
@@ -34,14 +39,18 @@ class Asked:
     remedies: bool = False
     json: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
+    gpus: int | None = None
 
 
 def question_of(asked: Asked) -> "Question":
     """What is to be rehearsed; the config is read as `train` reads it. Raises ConfigError, LayoutError, TaskError."""
     from allranks.planning.hardware import find_cluster
+    from allranks.planning.scale import cluster_of
     from allranks.training.prepare import prepare, resolve_layout
 
     cluster = find_cluster(asked.cluster)
+    if asked.gpus is not None:
+        cluster = cluster_of(cluster, asked.gpus)
     spec, toml, overrides = task_of(asked.arguments, asked.sizes)
     prepared = prepare(TrainRequest(task_spec=spec, toml=toml, overrides=overrides, layout=asked.layout))
     layout = resolve_layout(prepared.config, cluster.num_devices, cluster.nodes)

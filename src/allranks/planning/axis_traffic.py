@@ -151,7 +151,7 @@ def _ending(block: Block) -> Operation | None:
     return None
 
 
-def _tensor_traffic(operation: Operation, setting: Setting, axes: Axes, wider: int, ends: bool) -> Both | None:
+def _tensor_traffic(operation: Operation, setting: Setting, axes: Axes, wider: float, ends: bool) -> Both | None:
     """What tp sends for one operation: Shoeybi et al. 1909.08053, section 3.
 
     Args:

@@ -68,13 +68,17 @@ class Setting:
         """How many times as wide as `width` a norm's result is."""
         return 2 if self.lowered and self.mechanisms.norms_in_float32 else 1
 
-    def stream_widening(self, block: Block) -> int:
+    def stream_widening(self, block: Block) -> float:
         """The same of what enters `block` and leaves it: autocast leaves embeddings and sums as they are, which are in
         16 bits where their weights are gathered so; experts give back what their norm has made (models/moe.py).
+
+        A trace is of one process, which gathers nothing, and knows what its stream is where weights are gathered so.
         """
-        if not block.low_stream or self.widening == 1:
-            return 1
-        return 2 if self.mechanisms.cast_bytes or block.has_experts else 1
+        if self.widening == 1:
+            return 1.0
+        if not block.low_stream:
+            return 1.0 if self.mechanisms.cast_bytes else block.low_share
+        return 2.0 if self.mechanisms.cast_bytes or block.has_experts else 1.0
 
     @property
     def sequence_parallel(self) -> bool:

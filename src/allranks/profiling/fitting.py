@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, final
 
@@ -11,7 +11,7 @@ from torch import nn
 from allranks.model_profile import Block, ModelProfile, Operation
 from allranks.profiling.cache import with_digest
 from allranks.profiling.recording import Recording
-from allranks.profiling.segments import Piece, Segment, cut_into_segments
+from allranks.profiling.segments import Piece, Segment, cut_into_segments, low_shares
 from allranks.profiling.structure import Structure
 
 
@@ -26,12 +26,20 @@ class Seen:
 
 
 def build_profile(
-    structure: Structure, seen: Sequence[Seen], *, precision: str, source: Literal["traced", "measured"]
+    structure: Structure,
+    seen: Sequence[Seen],
+    gathered: Seen | None = None,
+    *,
+    precision: str,
+    source: Literal["traced", "measured"],
 ) -> ModelProfile:
     """The profile from one or two recordings.
 
     With two, of different numbers of samples, what grows with them is told from what does not; with one, or where the
     two ran different operations, everything is divided by the samples of the last.
+
+    Args:
+        gathered: the last one's forward with weights as FSDP gathers them; None where they are as in `seen`.
     """
     parts = [_segments(one.recording, structure) for one in seen]
     if len(parts) > 1 and _outline(parts[0]) != _outline(parts[1]):
@@ -40,7 +48,13 @@ def build_profile(
     tokens = max(1, round(seen[-1].num_targets / seen[-1].num_samples))
     attention = [p.shape for s in parts[-1] for p in s.pieces if p.kind == "attention" and p.shape]
     seq = max((shape[0] for shape in attention), default=0)
-    blocks = [_block(structure, fit, alike, seq or tokens) for alike in zip(*parts, strict=True)]
+    low = [1.0] * len(parts[-1])
+    if gathered is not None:
+        low = low_shares(parts[-1], cut_into_segments(gathered.recording.calls, structure))
+    blocks = [
+        replace(_block(structure, fit, alike, seq or tokens), low_share=share)
+        for alike, share in zip(zip(*parts, strict=True), low, strict=True)
+    ]
     found = ModelProfile(
         name=structure.name,
         blocks=tuple(_join_equal(blocks)),
@@ -152,7 +166,10 @@ def _costs(operation: Operation) -> bool:
 
 
 def _join_equal(blocks: Sequence[Block]) -> list[Block]:
-    """Repeated blocks that cost the same, one after the other, as one with a count."""
+    """Repeated blocks that cost the same, one after the other, as one with a count.
+
+    Their stream is the widest of theirs: the first may get from an embedding what the others get from sums.
+    """
     joined = []
     for key, group in groupby(blocks, key=lambda b: (b.operations, b.input_bytes) if b.repeated else b.name):
         members = list(group)
@@ -161,7 +178,8 @@ def _join_equal(blocks: Sequence[Block]) -> list[Block]:
             joined += members
             continue
         name = first.name if len(members) == 1 else _pattern([member.name for member in members])
-        joined.append(Block(name, first.operations, len(members), first.input_bytes, repeated=True))
+        widest = max(member.low_share for member in members)
+        joined.append(replace(first, name=name, count=len(members), low_share=widest))
     return joined
 
 

@@ -147,6 +147,23 @@ def _input_bytes(segment: Segment, calls: Sequence[Call]) -> int:
     return sum(made) if made else sum(read.num_bytes for read in reads.values() if not read.is_buffer)
 
 
+def low_shares(segments: Sequence[Segment], gathered: Sequence[Segment]) -> list[float]:
+    """`Block.low_share` of each: its bytes with weights as FSDP gathers them over those with whole ones.
+
+    1 where the two did not run the same units.
+    """
+    if [segment.unit for segment in segments] != [segment.unit for segment in gathered]:
+        return [1.0] * len(segments)
+    sizes = [(_stream_bytes(whole), _stream_bytes(low)) for whole, low in zip(segments, gathered, strict=True)]
+    return [low / whole if whole and low else 1.0 for whole, low in sizes]
+
+
+def _stream_bytes(segment: Segment) -> int:
+    """What enters; of what embeds before the blocks (or behind them) what its tables give: ids have one type."""
+    embedded = sum(piece.output_bytes for piece in segment.pieces if piece.kind == "embedding")
+    return segment.input_bytes if segment.repeated or not embedded else embedded
+
+
 def _add_unread(segments: list[Segment], structure: Structure, units: Units, seen: set[str]) -> None:
     for name in structure.parameters:
         if name in seen:

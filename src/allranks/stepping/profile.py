@@ -13,11 +13,13 @@ from torch import nn
 
 from allranks.data.random_keys import generators_kept, seed_all
 from allranks.model_profile import ModelProfile
+from allranks.parallel.precision import choose_precision
 from allranks.parallel.spread import Spread
 from allranks.profiling.cache import ProfileCache, have_sources, key_of
 from allranks.profiling.fakes import build_fake, fake_mode, make_fake
 from allranks.profiling.fitting import build_profile
 from allranks.profiling.on_cuda import as_on_cuda
+from allranks.stepping.gathered_weights import record_gathered
 from allranks.stepping.profiled_model import SEED, describe, identity, spread_alone
 from allranks.stepping.profiled_step import Batch, FirstBatches, first_batches, record
 from allranks.task import Task
@@ -148,7 +150,11 @@ def _profile(
         if found is not None:
             return found
     seen = [record(task, spread, structure, batch) for batch in batches]
-    profile = build_profile(structure, seen, precision=precision, source=source)
+    chosen = choose_precision(precision, None, device)
+    gathered = None
+    if chosen.gather is not chosen.parameters:
+        gathered = record_gathered(task, spread, structure, batches[-1], chosen.gather)
+    profile = build_profile(structure, seen, gathered, precision=precision, source=source)
     if cache is not None:
         classes = {type(task), *(type(module) for _, module in structure.members())}
         failed = cache.keep(key, profile) if have_sources(classes) else "part of its code is in no file"
