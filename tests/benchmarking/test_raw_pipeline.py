@@ -1,13 +1,18 @@
 """The hand-written pipeline is the hand-written loop on one process."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from allranks.benchmarking.raw import raw_steps
-from allranks.benchmarking.raw_pipeline import SCHEDULES, StageModule, own_stages
-from allranks.benchmarking.subject import make_model, samples_a_step
+from allranks.benchmarking.raw_pipeline import SCHEDULES, StageModule, cut_layers, own_stages
+from allranks.benchmarking.subject import Subject, make_model, samples_a_step
 from allranks.layout import Layout
 from allranks.layout_refusals import SPLIT_BACKWARD
+from allranks.parallel.precision import choose_precision
+from allranks.parallel.stage_plan import plan_stages
+from allranks.stepping.stage_cost import count_between
 from tests.benchmarking.plain_loop import plain_losses
 from tests.distributed.pool import Pools
 
@@ -22,7 +27,7 @@ def test_the_stages_together_are_the_model() -> None:
     tokens = torch.arange(32).view(2, 16)
     value = tokens
     for stage in range(2):
-        value = StageModule(model, stage, 2)(value)
+        value = StageModule(model, stage, [0, 2])(value)
     assert torch.equal(value, model(tokens))
 
 
@@ -48,6 +53,16 @@ def test_stages_are_dealt_in_turn_or_there_and_back() -> None:
     assert [own_stages(Layout(pp=4), rank) for rank in range(4)] == [[0], [1], [2], [3]]
     assert [own_stages(Layout(pp=2, schedule="interleaved"), rank) for rank in range(2)] == [[0, 2], [1, 3]]
     assert [own_stages(Layout(pp=2, schedule="zbv"), rank) for rank in range(2)] == [[0, 3], [1, 2]]
+
+
+def test_it_is_cut_where_ours_is() -> None:
+    task, model = Subject(), make_model("10m")
+    count = partial(count_between, task, task.dataset("train"), 0, choose_precision("float32", None, "cpu"))
+    for layout in (Layout(pp=4), *(Layout(pp=2, schedule=schedule) for schedule in SCHEDULES)):
+        plan = plan_stages(model, layout.stage_ranks, count=count)
+        ours = [0, *(int(point.removeprefix("layers.")) for point in plan.points)]
+        assert plan.balanced == "balanced by operations" and cut_layers(model, layout) == ours, layout
+    assert cut_layers(model, Layout(pp=4)) == [0, 1, 3, 5]  # the head goes with one layer
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ looped_bfs, and it does not follow schedules that split the backward.
 Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html (of torch 2.13).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from allranks.benchmarking.strategies import MICRO_STEPS
 from allranks.benchmarking.subject import LR, MAX_NORM
-from allranks.even_cut import cut_evenly
+from allranks.even_cut import cut_among
 from allranks.layout import THERE_AND_BACK, Layout
 from allranks.models.transformer import Transformer
 
@@ -33,14 +33,18 @@ EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
 class StageModule(nn.Module):
-    """The layers of one stage, as even as they can be; the first has the embedding, the last the norm and the head."""
+    """The layers of one stage; the first has the embedding, the last the norm and the head.
 
-    def __init__(self, model: Transformer, stage: int, num_stages: int) -> None:
+    Args:
+        starts: the layer with which each stage begins.
+    """
+
+    def __init__(self, model: Transformer, stage: int, starts: Sequence[int]) -> None:
         super().__init__()
-        bounds = [*cut_evenly([1.0] * len(model.layers), num_stages), len(model.layers)]
+        bounds = [*starts, len(model.layers)]
         self.embedding = model.embedding if stage == 0 else None
         self.layers = nn.ModuleList(model.layers[bounds[stage] : bounds[stage + 1]])
-        self.head = nn.Sequential(model.norm, model.output) if stage == num_stages - 1 else None
+        self.head = nn.Sequential(model.norm, model.output) if stage == len(starts) - 1 else None
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Tokens or activations -> activations or logits."""
@@ -49,6 +53,16 @@ class StageModule(nn.Module):
         for layer in self.layers:
             value = layer(value)
         return value if self.head is None else self.head(value)
+
+
+def cut_layers(model: Transformer, layout: Layout) -> list[int]:
+    """The layer with which each stage begins: what a rank multiplies as even as it can be, the head included.
+
+    As ours cuts, or the two would differ in memory by a layer on a rank that keeps several micro-batches.
+    """
+    costs = [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in model.layers]
+    costs[-1] += model.output.weight.numel()
+    return cut_among(costs, layout.stage_ranks)
 
 
 def own_stages(layout: Layout, rank: int) -> list[int]:
@@ -78,10 +92,10 @@ def pipeline_steps(
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     group, total = mesh.get_group("pp"), layout.num_stages
-    stages = own_stages(layout, mesh.get_local_rank("pp"))
+    stages, starts = own_stages(layout, mesh.get_local_rank("pp")), cut_layers(model, layout)
     made = []
     for stage in stages:
-        module = StageModule(model, stage, total).to(device)
+        module = StageModule(model, stage, starts).to(device)
         if layout.dp_shard > 1:
             shard_stage(module, layout, mesh["dp_shard"])
         made.append(PipelineStage(module, stage, total, device, group=group))
