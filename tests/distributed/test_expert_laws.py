@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import default_collate
 
 from allranks.layout import Layout, parse_layout
-from allranks.models.moe import MoETransformer
+from allranks.models.moe import Experts, MixtureOfExperts, MoETransformer
 from allranks.training.validate import validate
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import ReferenceStep, plain_loop
@@ -22,6 +22,7 @@ from tests.distributed.sessions import (
     processes_of,
     session_of,
     step_through,
+    together,
 )
 from tests.distributed.tasks import IGNORED, Tiny
 from tests.training.snapshots import check_exchange, contents_of, find, saver_of
@@ -167,6 +168,58 @@ def test_without_the_balance_the_reference_would_compute_something_else(pool: Po
     ranks = [steps for steps, _ in pool(2).run(record, case)]
     steps, _ = reference(case, ranks, balanced=False)
     assert {difference.step for difference in compare(ranks, steps)} == {1, 2}
+
+
+# experts that no token reaches
+
+
+class Fresh(Experts):
+    """A user's own, which returns a new tensor where it is given nothing."""
+
+    def forward(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, tokens_per_expert) if len(tokens) else torch.zeros_like(tokens)
+
+
+class Starved(Tiny):
+    """No token goes to the second half of them in any step, and no rank's sample has any for it."""
+
+    def model(self) -> MoETransformer:
+        model = super().model()
+        assert isinstance(model, MoETransformer)
+        for layer in model.modules():
+            if isinstance(layer, MixtureOfExperts):
+                layer.experts.__class__ = Fresh
+                layer.router.bias[:2] = 5.0
+        return model
+
+
+def run_starved(layout: str) -> Any:
+    """In a worker: the end of three steps with momentum, weight decay and clipping."""
+    more = ("train.global_batch=5", "train.micro_steps=3", "optimizer.weight_decay=0.1", CLIPPED)
+    session = session_of(Starved(kind="moe"), config_of(layout, *SGD, *more))
+    list(step_through(session, STEPS))
+    return parts_of(session)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ("dp_replicate=2,ep=2", 2),
+        ("dp_replicate=2,ep=2,recompute=full", 2),
+        ("dp_replicate=4,ep=2", 4),
+        ("dp_replicate=2,tp=2,ep=2", 4),
+        ("dp_shard=4,ep=2", 4),
+        ("dp_shard=4,ep=2,sharding=optimizer", 4),
+    ],
+)
+def test_experts_that_no_token_reaches_decay_as_on_one_device(pool: Pools, layout: str, world_size: int) -> None:
+    """There they are one parameter with the others, whose gradient is zeros for them."""
+    alone = together(pool(1).run(run_starved, "single"))
+    found = together(pool(world_size).run(run_starved, layout, timeout=20))
+    assert found.keys() == alone.keys()
+    for name, value in alone.items():
+        assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-14), name
 
 
 # checkpoints (laws 8 and 9) and evaluation

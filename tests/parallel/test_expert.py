@@ -310,6 +310,58 @@ def test_of_those_who_share_experts_one_may_get_no_token(pool: Pools) -> None:
     assert max(pool(4).run(spared)) < 1e-13
 
 
+class Fresh(Experts):
+    """A user's own, which returns a new tensor where it is given nothing: no backward comes from there."""
+
+    def forward(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, tokens_per_expert) if len(tokens) else torch.zeros_like(tokens)
+
+
+def starved_of_users(layout: Layout, kind: type[Experts], below: bool) -> float:
+    """In a worker: the largest error of a gradient, where no token goes to the second half of the experts.
+
+    `below`: whether what is below the experts learns, so that their tokens need gradients.
+    """
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layer = MixtureOfExperts(6, 3, num_experts=4, top_k=2)
+        layer.experts = kind(4, 6, 3)
+        layer.router.bias.copy_(torch.tensor([5.0, 5.0, 0.0, 0.0]))
+        return nn.Sequential(nn.Linear(6, 6).requires_grad_(below), layer, nn.Linear(6, 6))
+
+    whole, cut = make().double(), spread(make, layout, "float64")
+    value = torch.linspace(-1, 1, 30, dtype=torch.float64).view(5, 6)
+    for module in (whole, cut.modules[""]):
+        module(value).square().sum().backward()
+    cut.reduce_scalars()
+    found = []
+    for name, parameter in whole.named_parameters():
+        grad, box = cut.tensors[name].grad, cut.map[name].box
+        local = grad._local_tensor if isinstance(grad, DTensor) else grad
+        if parameter.grad is None:
+            assert local is None, name
+        else:
+            assert local is not None, name
+            found.append((local - parameter.grad[box.place(tuple(parameter.shape))]).abs().sum())
+    return float(sum(found))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("below", [True, False])
+@pytest.mark.parametrize("kind", [Sparing, Fresh])
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [(Layout(dp_replicate=2, ep=2), 2), (Layout(dp_shard=2, ep=2), 2), (Layout(dp_shard=4, ep=2), 4)],
+    ids=str,
+)
+def test_a_backward_passes_experts_that_make_nothing_of_no_tokens(
+    pool: Pools, layout: Layout, world_size: int, kind: type[Experts], below: bool
+) -> None:
+    """The other ranks wait for it in both exchanges."""
+    assert max(pool(world_size).run(starved_of_users, layout, kind, below, timeout=20)) < 1e-12
+
+
 def entered(layout: Layout) -> tuple[str, ...]:
     found = spread(build, layout, "float64")
     found.modules[""](X).sum().backward()

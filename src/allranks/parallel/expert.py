@@ -217,10 +217,14 @@ def _exchange_around(
 ) -> None:
     """Let `module.forward`, which computes this rank's experts, be given the tokens of all of the group's ranks.
 
-    `note` is called before each exchange. Ranks over which experts are `sharded` reduce their gradients together,
-    though one of them may have been given no token: its are zeros then.
+    `note` is called before each exchange. A rank may have been given no token, and what its experts return for none
+    may depend on nothing (`torch.zeros`): its backward goes back through both exchanges all the same, since the others
+    wait there. Ranks over which experts are `sharded` reduce their gradients together: its are zeros then.
     """
     compute: Callable[..., torch.Tensor] = module.forward
+    # Where tokens need no gradients, but parameters do, the second exchange alone has a backward. Made here: compiled
+    # code makes none that needs a gradient.
+    trained = torch.zeros((), requires_grad=True)
 
     def forward(self: nn.Module, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         note()
@@ -232,6 +236,7 @@ def _exchange_around(
         computed = compute(rows[order], theirs.sum(0))
         if sharded and not len(rows) and torch.is_grad_enabled():
             computed = depend_on(computed, [p for _, p in _own(self) if p.requires_grad])
-        return exchange(computed[order.argsort()], group, received, sent)
+        reaches = [] if rows.requires_grad or not any(p.requires_grad for _, p in _own(self)) else [trained]
+        return exchange(computed[order.argsort()], group, received, sent, [rows, *reaches])
 
     module.forward = types.MethodType(forward, module)

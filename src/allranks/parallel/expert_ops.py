@@ -18,28 +18,44 @@ Group = dist.ProcessGroup
 
 class _Exchange(Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: Group, sent: list[int], received: list[int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, group: Group, sent: list[int], received: list[int], *reaches: torch.Tensor
+    ) -> torch.Tensor:
         ctx.group, ctx.sent, ctx.received = group, sent, received
+        ctx.places = [(one.shape, one.device) for one in reaches]
         found = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
         return as_output(found)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return exchange(gradient, ctx.group, ctx.received, ctx.sent), None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        back = exchange(gradient, ctx.group, ctx.received, ctx.sent)
+        # Without a gradient, too, what has made `reaches` runs its backward. A compiler leaves out what nothing needs,
+        # though, and nothing may need the gradients of no rows: their sum is zero.
+        others = [None if len(back) else back.sum().expand(shape).to(device) for shape, device in ctx.places]
+        return back, None, None, None, *others
 
 
-def exchange(rows: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+def exchange(
+    rows: torch.Tensor,
+    group: Group,
+    sent: Sequence[int],
+    received: Sequence[int],
+    reaches: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
     """Send the first `sent[0]` rows to the group's first rank, and so on; collective.
 
     Args:
         rows: [sum(sent), ...].
         received: how many rows come from each rank.
+        reaches: what a backward from here goes on to, though `rows` may not depend on it; that gives it no gradient.
 
     Returns:
-        [sum(received), ...], those of the first rank first.
+        [sum(received), ...], those of the first rank first. It has a backward where `rows` or one of `reaches` has.
     """
-    found: torch.Tensor = _Exchange.apply(rows, group, list(sent), list(received))  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+        rows, group, list(sent), list(received), *reaches
+    )
     return found
 
 

@@ -100,6 +100,14 @@ class Spread:
             if entry.trainable and entry.alias_of is None and name.startswith(prefix)
         }
 
+    def waited(self) -> dict[str, torch.Tensor]:
+        """Those of `trainable` for whose gradients a wrapper waits: all but whole experts', which no token may reach.
+
+        A rank may lack those, and another not: `ExpertGradients` reduces them.
+        """
+        apart = {} if self.experts is None else self.experts.parameters
+        return {name: parameter for name, parameter in self.trainable().items() if id(parameter) not in apart}
+
     def updatable(self, which: str | None = None) -> dict[str, torch.Tensor]:
         """Logical name -> what an optimizer on this rank updates of it; otherwise as `trainable`."""
         found = self.trainable(which)
@@ -234,9 +242,7 @@ class Spread:
     def reduce_replicated(self) -> None:
         """Average the gradients of copies that no DDP keeps equal, since a pipeline is not one forward; collective."""
         if self.stages is not None and self.mesh.layout.replicated:
-            apart = {} if self.experts is None else self.experts.parameters
-            whole = [parameter for parameter in self.trainable().values() if id(parameter) not in apart]
-            average_gradients(whole, [self.mesh.gradient_group], self.divisor)
+            average_gradients(list(self.waited().values()), [self.mesh.gradient_group], self.divisor)
 
     def expect_unused(self) -> None:
         """From now on a parameter without a gradient holds up no other: DDP is built anew, HSDP reduces each time."""

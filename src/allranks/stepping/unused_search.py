@@ -32,6 +32,7 @@ def search_unused(
     if not minds or (layout.replicated and layout.static_graph) or spread.find_unused:
         return ()
     spread.synchronise(last=not layout.replicated)  # else HSDP would keep the gradients for the first step
+    waited = spread.waited()
     number, left_out = num_examined(micro_batch), set[str]()
     most = min(micro_batch, number)
     with buffers_kept(spread, unless=False):
@@ -40,10 +41,10 @@ def search_unused(
             some = [samples[index % len(samples)] for index in range(begin, begin + most)]
             placed = forward.place(forward.task.collate(some))
             forward.task.loss(forward(placed), placed).backward()
-            left_out |= {name for name, parameter in spread.trainable().items() if parameter.grad is None}
+            left_out |= {name for name, parameter in waited.items() if parameter.grad is None}
             for parameter in spread.trainable().values():
                 parameter.grad = None
-    unused = [name for name in spread.trainable() if name in left_out]
+    unused = [name for name in waited if name in left_out]
     if not on_any_rank(bool(unused), spread.device, group):
         return ()
     spread.expect_unused()

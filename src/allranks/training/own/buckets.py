@@ -45,7 +45,7 @@ def check_all_reached(spread: Spread) -> None:
     module = spread.modules[""]
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
         return
-    missing = [name for name, parameter in spread.trainable().items() if parameter.grad is None]
+    missing = [name for name, parameter in spread.waited().items() if parameter.grad is None]
     if missing:
         raise TaskError(
             f"{len(missing)} trainable parameter(s) got no gradient, first {missing[0]!r}: freeze what is never used, "
