@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from allranks.hints import Hints, TensorStyle
-from allranks.models.moe import MoETransformer
+from allranks.models.moe import Experts, MixtureOfExperts, MoETransformer
 from allranks.models.transformer import Transformer
 from allranks.task import Task
 
@@ -268,3 +268,27 @@ class CountingTask(Tiny):
 
     def model(self) -> nn.Module:
         return Stack([CountingBlock(self.drop) for _ in range(3)])
+
+
+class Fresh(Experts):
+    """A user's own, which returns a new tensor where it is given nothing: no backward comes from there."""
+
+    def forward(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, tokens_per_expert) if len(tokens) else torch.zeros_like(tokens)
+
+
+def starved() -> nn.Module:
+    """Words through such experts, to the second half of which no token goes."""
+    model = moe()
+    for layer in model.modules():
+        if isinstance(layer, MixtureOfExperts):
+            layer.experts.__class__ = Fresh
+            layer.router.bias[:2] = 5.0
+    return model
+
+
+class StarvedTask(Tiny):
+    """Of kind "moe", with those."""
+
+    def model(self) -> nn.Module:
+        return starved()

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import default_collate
 
 from allranks.layout import Layout, parse_layout
-from allranks.models.moe import Experts, MixtureOfExperts, MoETransformer
+from allranks.models.moe import MoETransformer
 from allranks.training.validate import validate
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import ReferenceStep, plain_loop
@@ -24,7 +24,7 @@ from tests.distributed.sessions import (
     step_through,
     together,
 )
-from tests.distributed.tasks import IGNORED, Tiny
+from tests.distributed.tasks import IGNORED, StarvedTask, Tiny
 from tests.training.snapshots import check_exchange, contents_of, find, saver_of
 
 pytestmark = pytest.mark.distributed
@@ -173,30 +173,10 @@ def test_without_the_balance_the_reference_would_compute_something_else(pool: Po
 # experts that no token reaches
 
 
-class Fresh(Experts):
-    """A user's own, which returns a new tensor where it is given nothing."""
-
-    def forward(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens, tokens_per_expert) if len(tokens) else torch.zeros_like(tokens)
-
-
-class Starved(Tiny):
-    """No token goes to the second half of them in any step, and no rank's sample has any for it."""
-
-    def model(self) -> MoETransformer:
-        model = super().model()
-        assert isinstance(model, MoETransformer)
-        for layer in model.modules():
-            if isinstance(layer, MixtureOfExperts):
-                layer.experts.__class__ = Fresh
-                layer.router.bias[:2] = 5.0
-        return model
-
-
 def run_starved(layout: str) -> Any:
     """In a worker: the end of three steps with momentum, weight decay and clipping."""
     more = ("train.global_batch=5", "train.micro_steps=3", "optimizer.weight_decay=0.1", CLIPPED)
-    session = session_of(Starved(kind="moe"), config_of(layout, *SGD, *more))
+    session = session_of(StarvedTask(kind="moe"), config_of(layout, *SGD, *more))
     list(step_through(session, STEPS))
     return parts_of(session)
 

@@ -20,7 +20,7 @@ from allranks.parallel.compiled import compile_forward, uncompiled
 from allranks.verifying.parity import record_run
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import SGD, config_of, processes_of
-from tests.distributed.tasks import MODELS, CountingTask, Tiny
+from tests.distributed.tasks import MODELS, CountingTask, StarvedTask, Tiny
 
 pytestmark = pytest.mark.distributed
 
@@ -107,7 +107,8 @@ def record(kind: str, layout: str) -> Any:
     # A pipeline's micro-steps are of one shape, and as many as its stages at least.
     batch, parts = (8, 4) if "pp" in layout else (5, 2)
     config = config_of(layout, f"train.global_batch={batch}", f"train.micro_steps={parts}", *SGD, steps=2)
-    task = {"counting": CountingTask(), "deep": Deep(kind="transformer")}.get(kind) or Tiny(kind=kind)
+    tasks = {"counting": CountingTask(), "deep": Deep(kind="transformer"), "starved": StarvedTask(kind="moe")}
+    task = tasks.get(kind) or Tiny(kind=kind)
     try:
         return record_run(task, config, processes_of(config), 2)
     except LayoutError as error:
@@ -159,6 +160,7 @@ def test_the_usual_backend_computes_the_same(pool: Pools, kind: str, modes: str,
         ("transformer", "pp=2"),
         ("deep", "pp=2,schedule=interleaved"),
         ("moe", "dp_replicate=2,ep=2"),
+        ("starved", "dp_replicate=2,ep=2"),
     ],
 )
 def test_the_usual_backend_computes_the_same_of_cut_models(pool: Pools, kind: str, layout: str) -> None:

@@ -14,6 +14,7 @@ from allranks.layout import Layout
 from allranks.models.moe import Experts, MixtureOfExperts, MoETransformer, Router
 from allranks.parallel.expert import is_experts
 from tests.distributed.pool import Pools
+from tests.distributed.tasks import Fresh
 from tests.parallel.spreads import spread
 
 
@@ -308,13 +309,6 @@ def spared() -> float:
 @pytest.mark.distributed
 def test_of_those_who_share_experts_one_may_get_no_token(pool: Pools) -> None:
     assert max(pool(4).run(spared)) < 1e-13
-
-
-class Fresh(Experts):
-    """A user's own, which returns a new tensor where it is given nothing: no backward comes from there."""
-
-    def forward(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens, tokens_per_expert) if len(tokens) else torch.zeros_like(tokens)
 
 
 def starved_of_users(layout: Layout, kind: type[Experts], below: bool) -> float:

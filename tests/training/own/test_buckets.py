@@ -8,6 +8,7 @@ from torch import nn
 
 import allranks
 from tests.distributed.pool import Pools
+from tests.distributed.tasks import Words, starved
 from tests.training.own.cases import Samples, refusal
 
 
@@ -93,3 +94,26 @@ def test_the_discarded_backward_runs_no_forward(pool: Pools, tmp_path: Path) -> 
             return net.forwards
 
     assert pool(3).run(case) == [6, 6, 6]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_experts_without_a_token_are_no_parameters_that_are_left_out(pool: Pools, tmp_path: Path, size: int) -> None:
+    """DDP does not wait for them, and a rank whose experts got none has no gradients of theirs."""
+
+    def case(layout: str) -> list[torch.Tensor]:
+        with allranks.join(layout=layout, precision="float64", run=str(tmp_path / layout)) as world:
+            torch.manual_seed(0)
+            model = world.parallelize(starved())
+            optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+            for batch in world.stream(Words(), global_batch=12, steps=3):
+                output, targets = model(batch["x"]).flatten(0, 1), batch["y"].flatten()
+                loss = nn.functional.cross_entropy(output, targets, reduction="sum")
+                world.backward(loss, targets=int((targets >= 0).sum()))
+                world.step(optimizer)
+            return [p.detach().clone() for p in model.parameters()]
+
+    (alone,) = pool(1).run(case, "single")
+    for rank, found in enumerate(pool(size).run(case, f"dp_replicate={size},ep=2", timeout=30)):
+        for value, whole in zip(found, alone, strict=True):
+            expected = whole if value.shape == whole.shape else whole.chunk(2)[rank % 2]
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
