@@ -1,6 +1,7 @@
 """Tasks whose stages begin unlike one another: with other shapes, other types, or another number of tensors."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -28,8 +29,7 @@ class Pyramid(Task):
 
     def model(self) -> nn.Module:
         widths = [self.channels << level for level in range(self.levels + 1)]
-        pairs = zip(widths, widths[1:], strict=False)
-        levels = [nn.Sequential(nn.Conv2d(a, b, 2, stride=2), nn.ReLU()) for a, b in pairs]
+        levels = [nn.Sequential(nn.Conv2d(a, b, 2, stride=2), nn.ReLU()) for a, b in pairwise(widths)]
         end = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], CLASSES))
         return nn.Sequential(nn.Conv2d(3, self.channels, 1), *levels, end)
 

@@ -6,6 +6,7 @@ pipeline, one after the other, forward alone, and what each hands to the next on
 with what the program gives it, in any number of tensors of any shape and type.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -51,6 +52,16 @@ class Crossings:
             if [(one.shape, one.dtype) for one in before] != [(one.shape, one.dtype) for one in now]:
                 self.findings.append(_differ(rank, stage, now, before))
         self._known[rank % self._each] = {**sent, **known} if walked else {**known, **sent}
+
+    def bytes_to_stages(self) -> dict[int, tuple[int, int]]:
+        """Stage -> bytes that it is sent for a micro-step, and of the gradients that it sends back."""
+        found: dict[int, tuple[int, int]] = {}
+        for entries in self._known.values():
+            for (stage, _), sent in entries.items():
+                sizes = [(math.prod(one.shape) * one.dtype.itemsize, one.requires_grad) for one in sent]
+                both = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
+                found.setdefault(stage, both)
+        return dict(sorted(found.items()))
 
 
 def _differ(rank: int, stage: int, now: Sequence[Sent], before: Sequence[Sent]) -> Finding:

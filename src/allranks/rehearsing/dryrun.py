@@ -26,14 +26,7 @@ from allranks.rehearsing.moments import list_moments, note_deed
 from allranks.rehearsing.places import LOSS, UPDATE
 from allranks.rehearsing.rank_step import RankStep, assemble_rank, environment_of, mark_state, processes_of
 from allranks.rehearsing.refusals import explain, starting
-from allranks.rehearsing.replay import (
-    ON_HOST,
-    Repeats,
-    add_flops,
-    add_messages,
-    add_transfers,
-    find_peak,
-)
+from allranks.rehearsing.replay import ON_HOST, Repeats, add_flops, add_messages, add_transfers, find_peak
 from allranks.rehearsing.shallow import check_shallow, shallow
 from allranks.rehearsing.shortening import NotShortened, follow_blocks, shorten
 from allranks.rehearsing.units import watch_units
@@ -229,6 +222,7 @@ def _watch(asked: _Asked, there: _Assembled, *, full: bool, waits: bool) -> Rank
         moments=list_moments(resting, ledger.stretches, repeats),
         works=list_works(ledger.stretches, repeats),
         micro_steps=len(told.batch.micro_steps) + few.number - few.traced,
+        traced_micro_steps=len(told.batch.micro_steps),
         traced=len(shortened.blocks) - len(shortened.left_out),
         blocks=len(shortened.blocks),
         host_peak_bytes=on_host.num_bytes,

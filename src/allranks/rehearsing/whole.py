@@ -93,6 +93,7 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         ),
         host_capacity_bytes=None if there is None else there / world.per_node,
         host_bandwidth=cluster.host_bandwidth,
+        between_stages=crossings.bytes_to_stages(),
     )
 
 
