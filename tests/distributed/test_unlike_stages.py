@@ -11,7 +11,11 @@ from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import plain_loop
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import SGD, config_of, initial_model, processes_of
+from tests.distributed.test_rehearsal_laws import ACCUMULATED, BFLOAT16, dynamo
+from tests.distributed.test_rehearsal_laws import compare as compare_dry_run
 from tests.rehearsing.unlike import Hourglass, Pyramid, Translation
+
+__all__ = ["dynamo"]
 
 STEPS = 3
 SMALL: dict[type[Task], Task] = {
@@ -60,3 +64,28 @@ def test_training_is_that_of_one_device(pool: Pools, kind: type[Task]) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"])
 def test_training_is_that_of_one_device_under_every_schedule(pool: Pools, kind: type[Task], schedule: str) -> None:
     check_training(pool, kind, f"pp=2,schedule={schedule}", 2)
+
+
+@pytest.mark.parametrize("kind", [Translation])
+def test_a_dry_run_is_the_real_step(pool: Pools, kind: type[Task]) -> None:
+    compare_dry_run(pool, kind, "pp=4", 4, ACCUMULATED, {})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "layout", "world", "words"),
+    [
+        (Pyramid, "pp=4", 4, ()),
+        (Hourglass, "pp=4", 4, ()),
+        (Translation, "pp=4", 4, BFLOAT16),
+        (Translation, "pp=2,schedule=interleaved", 2, ()),
+        (Translation, "pp=2,schedule=zbv", 2, ()),
+        (Hourglass, "pp=2,schedule=interleaved_zb", 2, ()),
+        (Translation, "pp=2,dp_shard=2", 4, ()),
+        (Pyramid, "pp=2,dp_replicate=2,schedule=gpipe", 4, ()),
+    ],
+)
+def test_a_dry_run_is_the_real_step_under_every_layout(
+    pool: Pools, kind: type[Task], layout: str, world: int, words: tuple[str, ...]
+) -> None:
+    compare_dry_run(pool, kind, layout, world, (*ACCUMULATED, *words), {})
