@@ -113,7 +113,7 @@ class RankRehearsal:
         flops: floating-point operations, what is computed again counted again.
         moments: the step, stretch by stretch.
         works: the same as work, in order: with what stands for several micro-steps as often as it happens.
-        micro_steps: forwards of the step.
+        micro_steps: forwards of the step; traced_micro_steps: those that were traced.
         traced: blocks that were traced; blocks: that there are.
         host_peak_bytes, host_by_category: the same of what waits in the host's memory; transfers: what crosses.
     """
@@ -132,6 +132,7 @@ class RankRehearsal:
     moments: tuple[Moment, ...] = ()
     works: tuple[Work, ...] = ()
     micro_steps: int = 1
+    traced_micro_steps: int = 1
     traced: int = 0
     blocks: int = 0
     host_peak_bytes: int = 0
@@ -198,6 +199,8 @@ class Rehearsal:
         unrehearsed: what no dry run on a processor can check, one line each.
         host_capacity_bytes: of its host's memory, for what waits there of one process; None: nobody knows.
         host_bandwidth: of the link between a device and its host, bytes/s in each direction; None: nobody knows.
+        between_stages: stage -> bytes (that it is sent for a micro-step, of the gradients that it sends back), as far
+            as they are known.
     """
 
     model: str
@@ -213,6 +216,7 @@ class Rehearsal:
     remedies: tuple[Remedy, ...] = field(default=())
     host_capacity_bytes: float | None = None
     host_bandwidth: float | None = None
+    between_stages: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:

@@ -45,6 +45,7 @@ class Message:
             layout's; of a send or receive that is not between stages or parts of a sequence, the rank itself.
         across: the ranks of its group, where these run several stages of a pipeline; () of one stage's, and of a send
             or receive.
+        peer: the rank at the other end of a send or receive; None of all else, and where nobody has named it.
         waits: whether the rank goes on only when the others have come.
         after: FLOPs of its stretch of the step that come before it; unit: whose parameters it gathers ahead of use, ""
             of all else. Neither has to be alike on all ranks.
@@ -63,6 +64,7 @@ class Message:
     only: tuple[int, ...] = ()
     across: tuple[int, ...] = ()
     waits: bool = False
+    peer: int | None = None
     after: float = field(default=0.0, compare=False)
     unit: str = field(default="", compare=False)
 

@@ -35,6 +35,7 @@ from tests.rehearsing.parting import (
     wait_for_all,
 )
 from tests.rehearsing.tasks import Layered, Tokens, configured, lopsided, rehearsed, unequal
+from tests.test_rehearsal import rank
 
 
 def test_a_rank_that_takes_another_way_is_found() -> None:
@@ -81,6 +82,41 @@ def test_an_all_reduce_of_ranks_that_bring_unequal_sizes_is_found() -> None:
     first, last = (rehearsed(calling(unequal), "ddp", 4, rank=rank) for rank in (0, 3))
     (found,) = compare_ranks({0: first, 3: last})
     assert re.search(r"all-reduce over dp_replicate \(.* unequal\), rank 3 all-reduce over dp_replicate", found.what)
+
+
+def sending(number: int, stage: int, *messages: tuple[str, int, int, str], micro_steps: int = 1) -> RankRehearsal:
+    """A rank whose step has (op, peer, bytes, axis) alone."""
+    told = tuple(
+        Message(
+            axis, op, size, 2, "task.py:3 forward", only=() if axis == "pp" else (number,), terms="float32", peer=at
+        )
+        for op, at, size, axis in messages
+    )
+    return replace(rank(number), stage=stage, sequence=told, traced_micro_steps=micro_steps)
+
+
+def test_what_one_rank_sends_the_other_one_has_to_receive() -> None:
+    def between(*received: tuple[str, int, int, str], **other: Any) -> list[Finding]:
+        sent = ("send", 2, 8, "pp"), ("send", 5, 1, "pp"), ("send", 2, 4, "pp")
+        return compare_ranks({0: sending(0, 0, *sent), 2: sending(2, 1, *received, **other)})
+
+    first, second = ("receive", 0, 8, "pp"), ("receive", 0, 4, "pp")
+    assert between(first, second) == between(second, micro_steps=2) == []
+    (found,) = between(second, first)
+    assert found.kind == "sent" and not found.fails
+    assert re.search(r"rank 0 \(stage 0\) and rank 2 \(stage 1\) .*message 1 leaves as send over pp.* 8 B", found.what)
+    (found,) = between(first)
+    assert found.what.endswith("2 messages leave, and 1 are expected")
+
+
+def test_own_sends_are_compared_within_a_stage_alone() -> None:
+    sent, received = ("send", 1, 8, "all"), ("receive", 0, 4, "all")
+    (found,) = compare_ranks({0: sending(0, 0, sent), 1: sending(1, 0, received)})
+    assert found.fails and "message 1 leaves as send over all" in found.what
+    assert compare_ranks({0: sending(0, 0, sent), 1: sending(1, 1, received)}) == []
+    other = replace(sending(1, 0, ("receive", 0, 8, "all")).sequence[0], terms="int64")
+    (found,) = compare_ranks({0: sending(0, 0, sent), 1: replace(sending(1, 0), sequence=(other,))})
+    assert "float32" in found.what and "int64" in found.what
 
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "seq": 16}

@@ -13,7 +13,6 @@ import pytest
 from allranks.layout import Layout
 from allranks.plan import Estimate
 from allranks.reporting.step_trace import FIRST, STAGES_FROM, make_trace, microseconds
-from allranks.reporting.timeline import make_timeline
 from tests.reporting.test_step_order import done, fsdp, planned, turns_of
 from tests.test_rehearsal import rehearsal
 
@@ -64,11 +63,16 @@ def test_a_long_trace_has_no_bars_that_overlap() -> None:
 
 
 def test_a_trace_of_a_pipeline_has_none_either() -> None:
+    """Nor have the stages that were not rehearsed: each has all its micro-steps, and ends with the step."""
     document, found = trace(Layout(pp=4, dp_shard=2, tp=8), batch=256)
     check_format(document)
-    own = [event for event in document["traceEvents"] if event["ph"] == "X" and event["pid"] == FIRST]
-    assert {"bubble", "forward layers.0", "backward layers.0", "optimizer"} <= {bar["name"] for bar in own}
-    assert max(bar["ts"] + bar["dur"] for bar in own) / 1e6 == pytest.approx(found.step_seconds.expected, abs=2e-9)
+    for pid in (FIRST, *(STAGES_FROM + stage for stage in (1, 2, 3))):
+        own = [event for event in document["traceEvents"] if event["ph"] == "X" and event["pid"] == pid]
+        names = [bar["name"] for bar in own]
+        assert {"bubble", "optimizer"} <= set(names)
+        number = found.choice.micro_steps
+        assert names.count("forward layers.0") == names.count("backward layers.0") == number == 128
+        assert max(bar["ts"] + bar["dur"] for bar in own) / 1e6 == pytest.approx(found.step_seconds.expected, abs=2e-9)
 
 
 def test_both_readers_see_the_same_nanoseconds() -> None:
@@ -93,15 +97,21 @@ def test_ranks_and_tracks_are_named() -> None:
     assert about["step_seconds"] == found.step_seconds.expected and 0 < about["data_messages_shortened"]["0"] <= 1
 
 
-def test_stages_have_their_bubbles() -> None:
+def test_stages_that_were_not_rehearsed_have_bubbles_of_their_own() -> None:
     document, found = trace(Layout(pp=4, dp_shard=2, tp=8))
-    bars = [event for event in document["traceEvents"] if event["ph"] == "X" and event["pid"] >= STAGES_FROM]
-    assert {bar["pid"] - STAGES_FROM for bar in bars} == {0, 1, 2, 3}
-    timeline = make_timeline(found.choice, found.time)
-    for stage in range(4):
-        waiting = sum(bar["dur"] for bar in bars if bar["pid"] == STAGES_FROM + stage and bar["name"] == "bubble")
-        busy = sum(bar.end - bar.start for bar in timeline.bars if bar.rank == stage)
-        assert waiting / 1e6 == pytest.approx(timeline.seconds - busy, rel=1e-3) and waiting > 0
+    names = {e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"}
+    assert names == {
+        1: "rank 0, stage 0",
+        **{STAGES_FROM + n: f"stage {n}: not rehearsed, with the work of rank 0" for n in (1, 2, 3)},
+    }
+    assert list(document["otherData"]["data_messages_shortened"]) == ["0", "stage 1", "stage 2", "stage 3"]
+    begins = []
+    for stage in (1, 2, 3):
+        bars = [e for e in document["traceEvents"] if e["ph"] == "X" and e["pid"] == STAGES_FROM + stage]
+        bubbles = [bar["dur"] for bar in bars if bar["name"] == "bubble"]
+        assert sum(bubbles) / 1e6 == pytest.approx(found.time.bubble, rel=1e-3)
+        begins.append(next(bar["ts"] for bar in bars if bar["name"].startswith("forward")))
+    assert begins == sorted(set(begins)) and begins[0] > 0, "each waits for the one before it"
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=8, tp=8), Layout(pp=4, dp_shard=2, tp=8)])

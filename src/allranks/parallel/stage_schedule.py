@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from allranks.errors import ProcessError
+from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.pipeline import Payload, Pipeline
 from allranks.parallel.stage_transport import Sent, Signature, Transport
+from allranks.parallel.torch_stage import goes_past, mend
 
 if TYPE_CHECKING:
     from allranks.parallel.stage_beside import Beside
@@ -197,6 +198,8 @@ class Scheduler:
         from allranks.parallel.stage_beside import Beside, BesideStage
 
         view, last = views[stage], self._pipeline.last
+        # Of the first one torch makes the backward whole by itself.
+        view.splits = KNOWS_GRADIENTS and stage > 0 and self._mesh.layout.schedule in SPLIT_BACKWARD
         received = self.transport.sent[stage, signature] if stage else ()
         sent = self.transport.sent[stage + 1, signature] if stage < last else ()
         kind: Any = PipelineStage
@@ -216,19 +219,17 @@ class Scheduler:
             output_args=_metas(sent) if stage < last else (loss,),
             group=self._mesh.group("pp"),
         )
-        # torch 2.11 greets both neighbours, and over gloo no rank can send to itself, as two stages of a V would.
-        greetings, here = made._get_init_p2p_neighbors_ops, made.group_rank
-        made._get_init_p2p_neighbors_ops = lambda: [op for op in greetings() if op.group_peer != here]
-        sends_back = made.get_bwd_send_ops
-        made.get_bwd_send_ops = lambda micro_step: [_in_order(op) for op in sends_back(micro_step)]
-        # Since 2.13 a neighbour's vote may ask for shapes to be tried out, which torch then sends and loads as pickles.
-        made._recv_meta = made._send_meta = _refuse_to_try_out
+        mend(made, view.whole)
         return made
 
 
 @final
 class View(nn.Module):
-    """One stage as torch's schedules see it: a module of its own, though all stages of a rank are in one."""
+    """One stage as torch's schedules see it: a module of its own, though all stages of a rank are in one.
+
+    Attributes:
+        splits: whether torch cuts its backward in two; whole: the micro-steps of which it cannot.
+    """
 
     _pipeline: Pipeline  # no module: torch would move, scan and synchronise what belongs to the other stages, too
     stage: int
@@ -240,6 +241,8 @@ class View(nn.Module):
         self.stage = stage
         self.compute: Compute | None = None
         self.beside: Beside | None = None
+        self.splits = False
+        self.whole: set[int] = set()
 
     def forward(self, *received: torch.Tensor, number: torch.Tensor) -> Any:
         """What the stage sends on, as far as torch's stage does; or the loss."""
@@ -247,6 +250,8 @@ class View(nn.Module):
         index, beside = self.which(number), self.beside
         payload = received if self.stage else ()
         found = self.compute(index, self.stage, payload if beside is None else beside.join(index, payload))
+        if self.splits:
+            (self.whole.add if goes_past(payload, found) else self.whole.discard)(index)
         if self.stage < self._pipeline.last:
             self._check(self.stage + 1, found)
             sent = tuple(tensor.contiguous() for tensor in found)  # gloo sends no others
@@ -280,16 +285,6 @@ class _Made:
         for view in self.views:
             if view.beside is not None:
                 view.beside.arrives.clear()
-
-
-def _in_order(op: Any) -> Any:
-    """A message as its receiver reads it: half a backward leaves gradients in any strides, and NCCL sends storage."""
-    op.tensor = op.tensor.contiguous()
-    return op
-
-
-def _refuse_to_try_out(*_: object) -> Any:
-    raise ProcessError("another process answers in the place of a stage of this pipeline; see who reaches these ports")
 
 
 def _metas(sent: Sequence[Sent]) -> tuple[torch.Tensor, ...]:

@@ -1,15 +1,16 @@
 """Whether all ranks of a rehearsal execute the collectives that others wait for: what does not is a hang found early.
 
-Four comparisons:
+Five comparisons:
 
     within a stage       ranks have to make one sequence of calls, whatever the groups are
     across stages        of a group whose members run several stages (the world, groups of the user's own, what a
                          pipeline sums over its stages) the members have to make one sequence of calls on that group
     between groups       two stages must not wait for each other, each in another such group
     before what is sent  a stage must not wait, before it sends anything on, for one that comes there only with it
+    what is sent         a rank has to receive from another one what that sends to it
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product, starmap
 
@@ -33,7 +34,8 @@ def compare_ranks(ranks: Mapping[int, RankRehearsal]) -> list[Finding]:
     for told in ranks.values():
         by_stage.setdefault(told.stage, []).append(told)
     found = [one for peers in by_stage.values() for one in _compare_peers(peers)]
-    return found + _compare_stages([by_stage[stage] for stage in sorted(by_stage)], parted=bool(found))
+    found += _compare_stages([by_stage[stage] for stage in sorted(by_stage)], parted=bool(found))
+    return found or _compare_sent(ranks)
 
 
 def _compare_peers(peers: Sequence[RankRehearsal]) -> list[Finding]:
@@ -65,6 +67,40 @@ def _compare_stages(stages: Sequence[Sequence[RankRehearsal]], *, parted: bool) 
         pairs = (product(early, late) for early, late in combinations(stages, 2))
         found += [next(filter(None, starmap(_find_crossed, some)), None) for some in pairs]
     return [one for one in found if one is not None]
+
+
+def _compare_sent(ranks: Mapping[int, RankRehearsal]) -> list[Finding]:
+    """What one rank sends to another one against what that receives: as many, each of one size and type, in order.
+
+    Ranks that were traced with other micro-steps cannot be compared; nor can stages in what their own blocks send, of
+    which each may have left out some.
+    """
+    ways: defaultdict[tuple[int, int], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
+    for told in ranks.values():
+        for message in told.sequence:
+            if message.peer in ranks and message.peer != told.rank:
+                ends = (told.rank, message.peer) if message.op == "send" else (message.peer, told.rank)
+                ways[ends][message.op != "send"].append(message)
+    found = []
+    for (sender, receiver), both in sorted(ways.items()):
+        one, other = ranks[sender], ranks[receiver]
+        alike = one.stage == other.stage
+        sent, received = ([message for message in way if alike or message.axis == "pp"] for way in both)
+        if one.traced_micro_steps == other.traced_micro_steps and (what := _find_unlike(sent, received)):
+            between = f"rank {sender} (stage {one.stage}) and rank {receiver} (stage {other.stage})"
+            fails = not all(message.axis == "pp" for message in (*sent, *received))
+            found.append(Finding("sent", f"{between} do not agree on what is sent: {what}", _ALIKE, fails=fails))
+    return found
+
+
+def _find_unlike(sent: Sequence[Message], received: Sequence[Message]) -> str:
+    """Where what arrives is not what leaves, in words; "" where it is."""
+    for number, (one, other) in enumerate(zip(sent, received, strict=False), 1):
+        if (one.num_bytes, one.terms) != (other.num_bytes, other.terms):
+            return f"message {number} leaves as {_say(one)} and is expected as {_say(other)}"
+    if len(sent) == len(received):
+        return ""
+    return f"{len(sent)} messages leave, and {len(received)} are expected"
 
 
 def _compare(one: RankRehearsal, other: RankRehearsal, group: Group | None = None) -> Finding | None:

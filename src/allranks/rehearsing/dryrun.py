@@ -4,10 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, final
-
-import torch
-from torch.utils import _pytree as pytree
+from typing import Any, TypeVar, final
 
 from allranks.config import Config
 from allranks.errors import AllranksError, TaskError
@@ -17,29 +14,23 @@ from allranks.parallel.blocks import find_blocks
 from allranks.parallel.step_record import StepRecord
 from allranks.profiling.fakes import fake_mode
 from allranks.profiling.on_cuda import as_on_cuda
-from allranks.rehearsal import Finding, RankRehearsal
+from allranks.rehearsal import RankRehearsal
 from allranks.rehearsing.crossings import Crossings
 from allranks.rehearsing.eight_bits import multiplying_in_eight_bits
-from allranks.rehearsing.findings import unmatched, unsharded, without_gradient
+from allranks.rehearsing.findings import find_own
 from allranks.rehearsing.host_memory import Noted, beside_host
 from allranks.rehearsing.hurried import hurried
 from allranks.rehearsing.ledger import Ledger, Stored
 from allranks.rehearsing.micro_steps import FewMicroSteps, fewer_micro_steps, list_each
 from allranks.rehearsing.moments import list_moments, note_deed
 from allranks.rehearsing.places import LOSS, UPDATE
-from allranks.rehearsing.rank_step import RankStep, assemble_rank, environment_of, local, processes_of
+from allranks.rehearsing.rank_step import RankStep, assemble_rank, environment_of, mark_state, processes_of
 from allranks.rehearsing.refusals import explain, starting
-from allranks.rehearsing.replay import (
-    ON_HOST,
-    Repeats,
-    add_flops,
-    add_messages,
-    add_transfers,
-    find_peak,
-)
+from allranks.rehearsing.replay import ON_HOST, Repeats, add_flops, add_messages, add_transfers, find_peak
 from allranks.rehearsing.shallow import check_shallow, shallow
 from allranks.rehearsing.shortening import NotShortened, follow_blocks, shorten
 from allranks.rehearsing.units import watch_units
+from allranks.rehearsing.walking import walking
 from allranks.rehearsing.watch import Watch
 from allranks.rehearsing.works import list_works
 from allranks.rehearsing.world import fake_world, launched_as
@@ -54,6 +45,8 @@ CUDA_ROUNDING = 512
 WORKSPACE_BYTES = 2 * 32 * 2**20
 """That cuBLAS takes from torch's allocator on Hopper and later, 32 MiB for each of two threads: that of the forward and
 that of the backward. Older GPUs take a quarter (aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize)."""
+
+Found = TypeVar("Found")
 
 
 @final
@@ -83,30 +76,75 @@ def rehearse_rank(
 
     Args:
         full: trace every block and micro-step, however many are alike.
-        crossings: what the stages of a pipeline are sent, learnt from the first and kept for the others.
+        crossings: what the stages of a pipeline are sent, kept from rank to rank.
     """
-    crossings = Crossings() if crossings is None else crossings
-    first = rank // (world.layout.world_size // world.layout.pp) == 0
-    for number in [rank] if first or crossings.known else [0, rank]:
-        told = _rehearse_once(task, config, world, number, crossings, full=full)
-    return told
+    crossings = Crossings(world.layout) if crossings is None else crossings
+    asked = _Asked(task, config, world, rank, crossings)
+    if crossings.lacks(rank):
+        _shortest(_walk, asked, full=full)
+    return _shortest(_rehearse, asked, full=full)
 
 
-def _rehearse_once(
-    task: Task, config: Config, world: World, rank: int, crossings: Crossings, *, full: bool
-) -> RankRehearsal:
+@final
+@dataclass(frozen=True)
+class _Asked:
+    """One rank of a world."""
+
+    task: Task
+    config: Config
+    world: World
+    rank: int
+    crossings: Crossings
+
+
+@final
+@dataclass(frozen=True)
+class _Assembled:
+    """A rank in its world, before its first step."""
+
+    told: RankStep
+    ledger: Ledger
+    mode: Any
+    few: FewMicroSteps
+
+
+def _shortest(run: Callable[[_Asked, bool], Found], asked: _Asked, *, full: bool) -> Found:
+    """`run` without what is alike, or, where that cannot be left out, in full."""
     # Of a step of its own a turn's gradients are reduced by name before blocks that are left out are given theirs.
-    if not full and not has_step(task):
+    if not full and not has_step(asked.task):
         try:
-            return _rehearse(task, config, world, rank, crossings, full=False)
+            return run(asked, False)
         except NotShortened:
             pass
-    return _rehearse(task, config, world, rank, crossings, full=True)
+    return run(asked, True)
 
 
-def _rehearse(
-    task: Task, config: Config, world: World, rank: int, crossings: Crossings, *, full: bool
-) -> RankRehearsal:
+def _rehearse(asked: _Asked, full: bool) -> RankRehearsal:
+    with _assembled(asked, full=full) as there:
+        # On a GPU a batch waits in pinned memory, and one micro-step of it at a time is brought; stages bring all.
+        stages = there.told.spread.stages
+        found = _watch(asked, there, full=full, waits=asked.world.on_cuda and stages is None)
+        if stages is not None:
+            asked.crossings.learn(asked.rank, stages.scheduler.transport.sent)
+        return found
+
+
+def _walk(asked: _Asked, full: bool) -> None:
+    """Learn what every stage of the rank's pipeline is sent."""
+    with walking(), _assembled(asked, full=full) as there:
+        told = there.told
+        shorten(told.spread, asked.task.hints().blocks, full=full)
+        watch = _look_on(there)
+        with there.mode, watch.watching():
+            _make_step(asked.task, told, watch, told.walk)
+        assert told.spread.stages is not None
+        asked.crossings.learn(asked.rank, told.spread.stages.scheduler.transport.sent, walked=True)
+
+
+@contextmanager
+def _assembled(asked: _Asked, *, full: bool) -> Iterator[_Assembled]:
+    """Inside, the rank is in its world, and its model is spread."""
+    task, config, world, rank = asked.task, asked.config, asked.world, asked.rank
     with starting(type(task).__name__, on_cuda=world.on_cuda):
         check_window(task, config)
         check_recomputing(task, config, world.layout)
@@ -115,7 +153,7 @@ def _rehearse(
     mode, ledger = fake_mode(), Ledger(CUDA_ROUNDING if world.on_cuda else 1)
     with ExitStack() as stack:
         stack.enter_context(launched_as(environment_of(rank, layout.world_size, world.per_node)))
-        stack.enter_context(fake_world(rank, layout.world_size, world.backend, crossings))
+        stack.enter_context(fake_world(rank, layout.world_size, world.backend, asked.crossings.of(rank)))
         stack.enter_context(hurried())
         if few.shallow:
             stack.enter_context(shallow(few.traced))
@@ -129,12 +167,7 @@ def _rehearse(
         with starting(type(task).__name__, on_cuda=world.on_cuda):
             told = assemble_rank(task, few.config, processes, ledger, mode)
             _check_compiled(task, told, world.layout)
-        # On a GPU a batch waits in pinned memory, and one micro-step of it at a time is brought; stages bring all.
-        waits = world.on_cuda and told.spread.stages is None
-        found = _watch(task, told, ledger, mode, rank, full=full, few=few, waits=waits)
-        if told.spread.stages is not None and found.stage == 0:
-            crossings.learn(told.spread.stages.scheduler.transport)
-        return found
+        yield _Assembled(told, ledger, mode, few)
 
 
 def _check_compiled(task: Task, told: RankStep, layout: Layout) -> None:
@@ -144,18 +177,20 @@ def _check_compiled(task: Task, told: RankStep, layout: Layout) -> None:
         check_found(found, layout)
 
 
-def _watch(
-    task: Task, told: RankStep, ledger: Ledger, mode: Any, rank: int, *, full: bool, few: FewMicroSteps, waits: bool
-) -> RankRehearsal:
+def _look_on(there: _Assembled) -> Watch:
+    told, on_cuda = there.told, there.told.processes.choice.backend == "nccl"
+    return Watch(told.spread, there.mode, there.ledger, (told.processes.agreement,), on_cuda=on_cuda)
+
+
+def _watch(asked: _Asked, there: _Assembled, *, full: bool, waits: bool) -> RankRehearsal:
     """`waits`: whether what is not traced of the batch lies in the host's memory."""
-    spread = told.spread
+    task, told, ledger, few, spread = asked.task, there.told, there.ledger, there.few, there.told.spread
     shortened = shorten(spread, task.hints().blocks, full=full)
     told.passes.absent = shortened.absent
-    on_cuda = told.processes.choice.backend == "nccl"
-    watch = Watch(spread, mode, ledger, (told.processes.agreement,), on_cuda=on_cuda)
+    watch = _look_on(there)
     mark_state(told, ledger)
     watch_units(spread, ledger)
-    with mode, watch.watching():
+    with there.mode, watch.watching():
         # Where micro-steps are left out, they are alike, and one leaves what many leave.
         first = told.run if few.traced == few.number else told.warm_up
         _make_step(task, told, watch, first)
@@ -169,11 +204,11 @@ def _watch(
         check_shallow(ledger.stretches)
     repeats = Repeats(shortened.times, few.find_windows(ledger.stretches, stage))
     resting = few.grow(ledger.resting, [] if waits else list_each(told, ledger))
-    if on_cuda:
+    if asked.world.on_cuda:
         resting = [*resting, (Stored(WORKSPACE_BYTES, "cuBLAS", "other"), WORKSPACE_BYTES)]
     peak, on_host = (find_peak(resting, ledger.stretches, repeats, *where) for where in ((), (ON_HOST,)))
     return RankRehearsal(
-        rank=rank,
+        rank=asked.rank,
         stage=stage,
         peak_bytes=peak.num_bytes,
         by_category=peak.by_category,
@@ -183,23 +218,17 @@ def _watch(
         collectives=add_messages(ledger.stretches, repeats),
         sequence=tuple(message for stretch in ledger.stretches for message in stretch.messages),
         flops=add_flops(ledger.stretches, repeats),
-        findings=_find(task, told),
+        findings=find_own(task.hints(), spread, told.batch.micro_steps[0].batch, told.passes.unreached),
         moments=list_moments(resting, ledger.stretches, repeats),
         works=list_works(ledger.stretches, repeats),
         micro_steps=len(told.batch.micro_steps) + few.number - few.traced,
+        traced_micro_steps=len(told.batch.micro_steps),
         traced=len(shortened.blocks) - len(shortened.left_out),
         blocks=len(shortened.blocks),
         host_peak_bytes=on_host.num_bytes,
         host_by_category=on_host.by_category,
         transfers=add_transfers(ledger.stretches, repeats),
     )
-
-
-def _find(task: Task, told: RankStep) -> tuple[Finding, ...]:
-    spread, batch = told.spread, told.batch.micro_steps[0].batch
-    modules = {which: spread.bare(which) for which in spread.modules}
-    idle = unmatched(task.hints(), spread.mesh.layout, modules, batch)
-    return (*unsharded(spread), *without_gradient(told.passes.unreached), *idle)
 
 
 def _record_step(task: Task, told: RankStep, watch: Watch, ledger: Ledger, blocks: Sequence[str]) -> None:
@@ -255,31 +284,6 @@ def _search_unused(told: RankStep, again: Callable[[], None]) -> None:
     if told.passes.unreached and minds and not found:
         told.spread.expect_unused()
         again()
-
-
-def mark_state(told: RankStep, ledger: Ledger) -> None:
-    """Say what is weights, optimizer state, the batch, and what the guard keeps."""
-    spread = told.spread
-    for leaf in pytree.tree_leaves([one.batch for one in told.batch.micro_steps]):
-        if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
-            ledger.mark(leaf, "other", "the batch")
-    for name, tensor in spread.tensors.items():
-        if not tensor.is_meta:
-            ledger.mark(local(tensor.detach()), "weights", name.rpartition(".")[0])
-    for module in spread.modules.values():
-        for buffer in module.buffers():
-            if not buffer.is_meta:
-                ledger.mark(buffer, "weights")
-    for kept in () if told.step.guard is None else told.step.guard.held:
-        ledger.mark(kept, "other", "the guard")
-    for optimizer in told.optimizers.by_name.values():
-        names = {id(tensor): name for name, tensor in spread.updatable().items()}
-        for parameter, state in optimizer.state.items():
-            memory = ledger.find(local(parameter.detach())).heirs
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    ledger.mark(local(value), "optimizer", names.get(id(parameter), "").rpartition(".")[0])
-                    ledger.move(local(value), memory)
 
 
 def _for_rehearsal(world: World, config: Config) -> Layout:

@@ -21,6 +21,13 @@ BLOCK_BY_BLOCK = "a layout with pp, FSDP, recompute, offload or compile"
 """Those that look for the model's blocks."""
 
 
+def find_own(hints: Hints, spread: Spread, batch: Any, unreached: Sequence[str]) -> tuple[Finding, ...]:
+    """All that is said of one rank; `unreached`: the parameters that no loss of its step has updated."""
+    modules = {which: spread.bare(which) for which in spread.modules}
+    idle = unmatched(hints, spread.mesh.layout, modules, batch)
+    return (*unsharded(spread), *without_gradient(unreached), *idle)
+
+
 def unsharded(spread: Spread) -> list[Finding]:
     """Large parameters that lie, or are gathered, whole where the layout cuts others."""
     found: list[Finding] = []

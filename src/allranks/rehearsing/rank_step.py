@@ -7,6 +7,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from allranks.config import Config
 from allranks.data.loader import Loader
@@ -20,6 +21,7 @@ from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.parallel.mesh import build_mesh
 from allranks.parallel.replica_twin import ReplicaTwin
 from allranks.parallel.spread import Spread
+from allranks.parallel.stage_transport import signature_of
 from allranks.process_environment import ProcessEnvironment
 from allranks.profiling.fakes import build_fake, make_fake
 from allranks.rehearsing.host_memory import mark_waiting
@@ -28,10 +30,11 @@ from allranks.rehearsing.replay import GIVEN
 from allranks.rehearsing.shallow import run_empty
 from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.ema import Ema
+from allranks.stepping.fed import fed
 from allranks.stepping.guards import StepGuard
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import make_outer
-from allranks.stepping.passes import Forward, Passes, Scale, StepSums
+from allranks.stepping.passes import Forward, Passes, Scale, StepSums, micro_forward
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.session import make_agreement, make_passes, make_schedule, open_stream, spread_task
 from allranks.stepping.spikes import make_judge
@@ -58,6 +61,7 @@ class RankStep:
     processes: Processes
     batch: StepBatch
     passes: "WatchedPasses"
+    forward: Forward
     decisions: tuple[Decision, ...]
 
     def run(self) -> None:
@@ -72,6 +76,16 @@ class RankStep:
         self._run(replace(self.batch, micro_steps=self.batch.micro_steps[:1]))
         if self.spread.stages is not None:
             run_empty(self.spread.stages, len(self.batch.micro_steps))
+
+    def walk(self) -> None:
+        """One forward of each kind of micro-step through all stages of a pipeline, which have to be of this rank."""
+        stages = self.spread.stages
+        assert stages is not None
+        for one in self.batch.micro_steps:
+            placed = self.forward.place(one.batch)
+            if not stages.scheduler.is_known(signature_of(self.forward.inputs(placed), self.spread.bare())):
+                with fed(one), micro_forward(self.spread, one.weight):
+                    self.forward(placed)
 
     def _run(self, batch: StepBatch) -> None:
         before = self.step.agree_first(batch)
@@ -163,6 +177,31 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def mark_state(told: RankStep, ledger: Ledger) -> None:
+    """Say what is weights, optimizer state, the batch, and what the guard keeps."""
+    spread = told.spread
+    for leaf in pytree.tree_leaves([one.batch for one in told.batch.micro_steps]):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+            ledger.mark(leaf, "other", "the batch")
+    for name, tensor in spread.tensors.items():
+        if not tensor.is_meta:
+            ledger.mark(local(tensor.detach()), "weights", name.rpartition(".")[0])
+    for module in spread.modules.values():
+        for buffer in module.buffers():
+            if not buffer.is_meta:
+                ledger.mark(buffer, "weights")
+    for kept in () if told.step.guard is None else told.step.guard.held:
+        ledger.mark(kept, "other", "the guard")
+    for optimizer in told.optimizers.by_name.values():
+        names = {id(tensor): name for name, tensor in spread.updatable().items()}
+        for parameter, state in optimizer.state.items():
+            memory = ledger.find(local(parameter.detach())).heirs
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    ledger.mark(local(value), "optimizer", names.get(id(parameter), "").rpartition(".")[0])
+                    ledger.move(local(value), memory)
+
+
 def environment_of(rank: int, size: int, per_node: int) -> ProcessEnvironment:
     """Process `rank` of `size`, as a launch with `per_node` of them on a host has it."""
     return ProcessEnvironment(
@@ -226,9 +265,8 @@ def assemble_rank(task: Task, config: Config, processes: Processes, ledger: Ledg
     mark_waiting(spread, ledger)
     if ema is not None:
         _mark_averages(spread, ema, ledger)
-    return RankStep(
-        spread, step, optimizers, processes, batch, passes, decisions + spread.decisions + optimizers.decisions
-    )
+    decisions += spread.decisions + optimizers.decisions
+    return RankStep(spread, step, optimizers, processes, batch, passes, forward, decisions)
 
 
 def _mark_averages(spread: Spread, ema: Ema, ledger: Ledger) -> None:

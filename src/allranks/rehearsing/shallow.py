@@ -56,7 +56,8 @@ def run_empty(stages: Stages, number: int) -> None:
         through = sum((one.sum() for one in received if one.requires_grad), torch.zeros(()))
         if stage == last:
             return (through,)
-        return tuple(one.empty("cpu") + through if one.requires_grad else one.empty("cpu") for one in sent[stage + 1])
+        made = ((one, one.empty("cpu")) for one in sent[stage + 1])
+        return tuple((tensor + through).to(one.dtype) if one.requires_grad else tensor for one, tensor in made)
 
     if scheduler.fits([signature] * number):
         scheduler.run([signature] * number, compute, scheduled=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 _ROOTS = {"broadcast_": 2, "reduce_": 3, "gather_": 3, "scatter_": 3}
@@ -27,6 +28,11 @@ def terms_of(name: str, args: Sequence[Any]) -> str:
     place = _ROOTS.get(name)
     root = "" if place is None else f"{'from' if name in ('broadcast_', 'scatter_') else 'to'} member {args[place]}"
     return f"{said} {root} of its group" if root else said
+
+
+def peer_of(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> int | None:
+    """The rank to which a send goes, or from which a receive comes; None of all else."""
+    return dist.get_process_group_ranks(group)[args[2]] if name in ("send", "recv_") else None
 
 
 def even_bytes(name: str, args: Sequence[Any]) -> int | None:

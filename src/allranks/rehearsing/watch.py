@@ -27,7 +27,7 @@ from allranks.rehearsing.groups import GroupNames
 from allranks.rehearsing.kernels import Kernels
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.places import LOSS, UPDATE, Places, answer_to_engine, line_that_asked, puts_back, starred
-from allranks.rehearsing.terms import even_bytes, terms_of, waits_of
+from allranks.rehearsing.terms import even_bytes, peer_of, terms_of, waits_of
 
 REDUCER = "DDP's reducer (torch.distributed.ddp.reducer)"
 """What asks for buckets where training runs, by the name that it has in a profile; here its twin does."""
@@ -153,7 +153,7 @@ class Watch(TorchDispatchMode):
         alone = short in ("send", "recv_") and (axis not in ("pp", "cp") or bool(self._names.only(group)))
         only = (dist.get_rank(),) if alone else self._names.only(group)
         across = () if short in ("send", "recv_") else self._names.across(group)
-        alike = terms_of(short, args), even_bytes(short, args), only, across, waits
+        alike = terms_of(short, args), even_bytes(short, args), only, across, waits, peer_of(short, group, args)
         where = now.flops, self._ledger.gathering
         message = Message(
             axis, collective_name(short), num_bytes, group.size(), line, once, members, uneven, *alike, *where

@@ -67,7 +67,7 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
     on_cuda = cluster.device.kind == "cuda"
     world = World(layout, max(1, layout.world_size // cluster.nodes), on_cuda)
     ranks: dict[int, RankRehearsal] = {}
-    crossings = Crossings()
+    crossings = Crossings(layout)
     with counting_once():
         for rank in question.ranks:
             tell(f"rank {rank} of {layout.world_size}")
@@ -83,7 +83,7 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         ranks=ranks,
         capacity_bytes=usable_bytes(cluster.device),
         margin_bytes=margin_bytes(ranks.values(), layout) if on_cuda else process_bytes(cluster.device),
-        findings=tuple(compare_ranks(ranks)),
+        findings=(*crossings.findings, *compare_ranks(ranks)),
         decisions=tuple(_describe(question, ranks)),
         unrehearsed=(
             *UNREHEARSED[0 if on_cuda else 3 :],
@@ -93,6 +93,7 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         ),
         host_capacity_bytes=None if there is None else there / world.per_node,
         host_bandwidth=cluster.host_bandwidth,
+        between_stages=crossings.bytes_to_stages(),
     )
 
 

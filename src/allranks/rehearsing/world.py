@@ -27,11 +27,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from allranks.errors import ConfigError
 from allranks.parallel import expert, gather, gloo_ops, identity, parting, stages
 from allranks.parallel.mesh import Mesh
-from allranks.parallel.pipeline import Pipeline
 from allranks.parallel.stage_schedule import Scheduler, View
 from allranks.parallel.stage_transport import Sent, Signature, Transport
 from allranks.process_environment import ProcessEnvironment, changed_environment
-from allranks.rehearsing.crossings import Crossings, check_entry
+from allranks.rehearsing.crossings import Entries, hear
 from allranks.stepping import alternating, scheduled, spikes
 
 _ON_REAL_TENSORS = {"get_local_rank", "_flatten", "__getitem__", "size", "_get_slice_mesh_layout"}
@@ -44,19 +43,19 @@ _OURS_ON_REAL_TENSORS = (
 
 
 @contextmanager
-def fake_world(rank: int, size: int, backend: str, crossings: Crossings | None = None) -> Iterator[None]:
+def fake_world(rank: int, size: int, backend: str, entries: Entries | None = None) -> Iterator[None]:
     """Inside, this process is `rank` of `size`, and every collective returns at once.
 
     Args:
         backend: "gloo" or "nccl", which the code is told that it runs on.
-        crossings: what the stages of a pipeline are sent; None: nobody knows yet.
+        entries: what the stages of its pipeline are sent; None: nobody knows yet.
 
     Raises:
         ConfigError: a process group runs here already.
     """
     if dist.is_initialized():
         raise ConfigError("a dry run makes a world of its own: call it where torch.distributed is not initialised")
-    with _stepping_aside(backend, crossings or Crossings()), _forgetting_placements():
+    with _stepping_aside(backend, entries or {}), _forgetting_placements():
         if size == 1:
             yield
             return
@@ -95,14 +94,14 @@ def _forgetting_placements() -> Iterator[None]:
 
 
 @contextmanager
-def _stepping_aside(backend: str, crossings: Crossings) -> Iterator[None]:
+def _stepping_aside(backend: str, entries: Entries) -> Iterator[None]:
     with ExitStack() as stack:
 
         def put(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(replaced(owner, name, value))
 
-        def hear(transport: Transport, stage: int, signature: Signature) -> tuple[Sent, ...]:
-            return crossings.hear(transport, stage, signature)
+        def hear_here(transport: Transport, stage: int, signature: Signature) -> tuple[Sent, ...]:
+            return hear(entries, transport, stage, signature)
 
         put(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)  # what fails is told in one line
         put(dist, "get_backend", lambda group=None: backend)
@@ -122,8 +121,7 @@ def _stepping_aside(backend: str, crossings: Crossings) -> Iterator[None]:
         put(alternating, "add_up", _add_up_alike)
         put(spikes, "on_any_rank", _on_any_as_here)
         put(gather, "_counts", _as_many_rows)
-        put(Transport, "hear", hear)
-        put(Pipeline, "_enter", _checked(Pipeline._enter))
+        put(Transport, "hear", hear_here)
         yield
 
 
@@ -143,14 +141,6 @@ def _on_real(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():
             return function(*args, **kwargs)
-
-    return run
-
-
-def _checked(enter: Callable[..., Any]) -> Callable[..., Any]:
-    def run(pipeline: Pipeline, stage: int, args: Any, kwargs: Any) -> Any:
-        check_entry(pipeline, stage, args, kwargs, pipeline._received)
-        return enter(pipeline, stage, args, kwargs)
 
     return run
 

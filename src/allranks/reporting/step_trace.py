@@ -1,7 +1,7 @@
 """The predicted step as a trace that Perfetto and chrome://tracing open.
 
-A process for each rehearsed rank (`step_order`), and one for each stage of a pipeline, drawn from its schedule, with
-the bubbles between.
+A process for each rehearsed rank (`step_order`), and one for each stage of a pipeline of which none was rehearsed, with
+the work of the nearest that was (`stage_works`).
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format), which
 https://perfetto.dev/docs/getting-started/other-formats lists. Perfetto drops a bar that begins before another one of
@@ -15,14 +15,14 @@ from typing import Any
 
 from allranks.plan import Estimate
 from allranks.rehearsal import RankRehearsal, Rehearsal
+from allranks.reporting.stage_works import draw_others
 from allranks.reporting.step_order import COMPUTE, order_rank
-from allranks.reporting.timeline import Timeline, make_timeline
 
 NANOSECONDS = 1e9
 FIRST = 1
 """The lowest id of a process, and of a thread."""
 STAGES_FROM = 1_000_000
-"""The process ids of the stages begin here; below are ranks."""
+"""The process ids of stages that were not rehearsed begin here; below are ranks."""
 Event = dict[str, Any]
 
 
@@ -31,9 +31,11 @@ def make_trace(told: Rehearsal, estimate: Estimate) -> dict[str, Any]:
     events: list[Event] = []
     shortened: dict[str, float] = {}
     for rank in told.ranks.values():
-        events += _rank_events(rank, estimate, shortened)
-    if estimate.choice.layout.pp > 1:
-        events += _stage_events(make_timeline(estimate.choice, estimate.time), estimate.choice.layout.pp)
+        name = f"rank {rank.rank}, stage {rank.stage}"
+        events += _rank_events(rank, estimate, shortened, str(rank.rank), FIRST + rank.rank, name)
+    for one in draw_others(told, estimate):
+        name = f"stage {one.place}: not rehearsed, with the work of rank {one.source}"
+        events += _rank_events(one.told, estimate, shortened, f"stage {one.place}", STAGES_FROM + one.place, name)
     about = {
         "model": told.model,
         "layout": told.layout,
@@ -45,34 +47,19 @@ def make_trace(told: Rehearsal, estimate: Estimate) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _rank_events(rank: RankRehearsal, estimate: Estimate, shortened: dict[str, float]) -> Iterator[Event]:
-    step, pid = order_rank(rank, estimate), FIRST + rank.rank
-    shortened[str(rank.rank)] = step.shortened
+def _rank_events(
+    rank: RankRehearsal, estimate: Estimate, shortened: dict[str, float], key: str, pid: int, name: str
+) -> Iterator[Event]:
+    step = order_rank(rank, estimate)
+    shortened[key] = step.shortened
     tracks = {
         name: FIRST + place for place, name in enumerate(dict.fromkeys([COMPUTE, *(s.track for s in step.spans)]))
     }
-    yield _name("process_name", pid, FIRST, f"rank {rank.rank}, stage {rank.stage}")
+    yield _name("process_name", pid, FIRST, name)
     for track, tid in tracks.items():
         yield _name("thread_name", pid, tid, track)
     for span in step.spans:
         yield _bar(pid, tracks[span.track], span.name, span.start, span.end, span.args)
-
-
-def _stage_events(timeline: Timeline, pp: int) -> Iterator[Event]:
-    for stage in range(pp):
-        pid = STAGES_FROM + stage
-        what = f"pipeline rank {stage}: {timeline.shown} of {timeline.micro_steps} micro-steps"
-        yield _name("process_name", pid, FIRST, what)
-        yield _name("thread_name", pid, FIRST, "micro-steps")
-        done = 0.0
-        for bar in sorted((bar for bar in timeline.bars if bar.rank == stage), key=lambda bar: bar.start):
-            if bar.start - done > 0:
-                yield _bar(pid, FIRST, "bubble", done, bar.start, {})
-            what = f"{bar.action.kind} {bar.action.micro_step}"
-            yield _bar(pid, FIRST, what, bar.start, bar.end, {"stage": bar.action.stage})
-            done = bar.end
-        if timeline.seconds - done > 0:
-            yield _bar(pid, FIRST, "bubble", done, timeline.seconds, {})
 
 
 def _bar(pid: int, tid: int, name: str, start: float, end: float, args: dict[str, Any]) -> Event:
