@@ -5,10 +5,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from allranks.parallel.step_record import Deed, received_bytes
+from allranks.parallel.step_record import Deed
 from allranks.training.sharding import record_step
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
@@ -135,28 +134,3 @@ def test_only_the_last_micro_step_is_told(pool: Pools) -> None:
     for deeds, *_ in pool(2).run(record, "fsdp", "transformer", "train.micro_batch=2"):
         assert words(deeds, "forward").count("gather layers.0") == 1
         assert words(deeds, "backward").count("reduce-scatter layers.0") == 1
-
-
-class Group:
-    """The second of four ranks."""
-
-    group_name = "some"
-
-    def size(self) -> int:
-        return 4
-
-    def rank(self) -> int:
-        return 1
-
-
-def test_the_bytes_of_each_collective() -> None:
-    one, four = torch.zeros(3), torch.zeros(12)
-    group: Any = Group()
-    assert received_bytes("allreduce_", group, ([four], None)) == 72
-    assert [received_bytes("broadcast_", group, ([one], None, root)) for root in (0, 1)] == [12, 0]
-    assert received_bytes("_allgather_base_", group, (four, one, None)) == 36
-    assert received_bytes("allgather_", group, ([[one] * 4], [one], None)) == 36
-    assert received_bytes("_reduce_scatter_base_", group, (one, four, None)) == 36
-    assert received_bytes("alltoall_base_", group, (four, four, None, [], [])) == 36
-    assert received_bytes("alltoall_base_", group, (four, four, None, [1, 6, 2, 3], [])) == 24
-    assert (received_bytes("send", group, ([one],)), received_bytes("recv_", group, ([one],))) == (0, 12)
