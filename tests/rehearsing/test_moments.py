@@ -105,27 +105,42 @@ def test_the_other_ways_to_share(layout: str, world: int, unit: str, deeds: list
     assert [(m.phase, m.what) for m in moments if m.unit == unit] == deeds
 
 
-def test_buckets_of_ddp_and_moves_of_tp() -> None:
-    """In their order, with their bytes: of DDP every gradient once (of two ranks each receives as much)."""
-    ddp = rehearsed(Tokens(), "ddp", 2)
-    begin, *deeds = ddp.moments
-    size = sum(parameter.numel() for parameter in Tokens().model().parameters())
-    assert (begin.what, [(m.phase, m.what, m.unit, m.num_bytes) for m in deeds]) == (
-        "begin",
-        [
-            ("forward", "compute", "the model", 0),
-            ("backward", "compute", "the model", 0),
-            ("backward", "all-reduce", "bucket 1", 4 * size),
-        ],
-    )
-    assert begin.live_bytes < deeds[0].live_bytes > deeds[-1].live_bytes, "activations come, and go"
-    tp = rehearsed(Tokens(), "tp=2", 2, on_cuda=True)
-    assert max(m.highest_bytes for m in tp.moments) == tp.peak_bytes
-    forward = [(m.what, m.unit, m.num_bytes) for m in tp.moments if m.phase == "forward"]
-    stream = 8 * 32 * 64 * 4 // 2  # samples, positions, width, bytes: the other rank's half
-    scattered, gathered = ("reduce-scatter", "over tp", stream), ("all-gather", "over tp", stream)
-    assert forward[:-1] == [("compute", "the model", 0), scattered, *[gathered, scattered] * 6], "two for each block"
-    assert forward[-1][:2] == ("all-gather", "over tp")
+EACH_BLOCK = ["layers.0", "layers.1", "layers.2"]
+AROUND = "the rest"
+
+
+def rows(told: RankRehearsal, phase: str) -> list[tuple[str, str, int]]:
+    return [(m.what, m.unit, m.num_bytes) for m in told.moments if m.phase == phase]
+
+
+def sizes_of(model: nn.Module) -> dict[str, int]:
+    """Bytes of each block's parameters, and of those around the blocks that come before and behind them."""
+    found = Counter[str]()
+    for name, parameter in model.named_parameters():
+        block = next((block for block in EACH_BLOCK if name.startswith(f"{block}.")), "")
+        found[block or ("before" if "embed" in name else "behind")] += parameter.nbytes
+    return dict(found)
+
+
+def test_buckets_of_ddp_go_between_the_backwards_of_the_blocks() -> None:
+    """Each where its last gradient is there, with its bytes (of two ranks each receives as much as there is)."""
+    ddp = rehearsed(Tokens(), "ddp", 2, "layout.ddp_bucket_mb=0.2")
+    compute = [("compute", block, 0) for block in EACH_BLOCK]
+    assert rows(ddp, "forward") == [("compute", AROUND, 0), *compute, ("compute", AROUND, 0)]
+    sizes = sizes_of(Tokens().model())
+    one, last = rows(ddp, "backward")[2][2], 4 * 256 * 64 + 512  # where the first bucket is full
+    assert rows(ddp, "backward") == [
+        ("compute", AROUND, 0),
+        ("compute", "layers.2", 0),
+        ("all-reduce", "bucket 1", one),
+        ("compute", "layers.1", 0),
+        ("all-reduce", "bucket 2", sizes["layers.1"]),
+        ("compute", "layers.0", 0),
+        ("all-reduce", "bucket 3", sizes["layers.0"]),
+        ("compute", AROUND, 0),
+        ("all-reduce", "bucket 4", sum(sizes.values()) - one - sizes["layers.1"] - sizes["layers.0"]),
+    ]
+    assert last
 
 
 @pytest.mark.full
