@@ -153,7 +153,7 @@ def _joined(rows: Sequence[_Row]) -> list[_Row]:
             last.num_bytes += row.num_bytes
             last.live, last.highest = row.live, max(last.highest, row.highest)
             last.by_category = row.by_category
-        elif last is not None and row.times == last.times and row.deed.replaces(last.deed):
+        elif last is not None and last.times <= row.times and row.deed.replaces(last.deed):
             row.highest = max(last.highest, row.highest)
             found[-1] = row
         else:
