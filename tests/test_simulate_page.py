@@ -22,4 +22,4 @@ def test_the_file_of_failures_is_one(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(blocks(PAGE, "toml")[0])
 
-    assert [part.name for part in read_failures(path).components] == ["GPU", "switch"]
+    assert [part.name for part in read_failures(path).components] == ["GPU", "switch", "storage", "flapping link"]

@@ -14,6 +14,8 @@ class Scope(IntEnum):
     PROCESS = 0  # the processes: every node is still there
     NODE = 1
     RACK = 2  # several nodes at once: a switch, a power feed
+    ROW = 3  # several racks at once: a spine of the network, a cooling loop
+    CLUSTER = 4  # all there is, spares too: the storage, the power of the building
 
 
 @final
@@ -25,12 +27,18 @@ class Component:
         per_1000_node_days: incidents in a thousand nodes' days.
         scope: what an incident takes with it.
         repair_seconds: mean time until the nodes are back (exponentially distributed); unused for a process.
+        per_1000_days: incidents in a thousand days, however many nodes there are: of what takes the whole cluster.
+        burst_failures: of these incidents each brings so many more of its kind with it in the mean, below 1: they come
+            in bursts. burst_seconds: mean time that one comes after what brought it (exponentially distributed).
     """
 
     name: str
     per_1000_node_days: float
     scope: Scope
     repair_seconds: float
+    per_1000_days: float = 0.0
+    burst_failures: float = 0.0
+    burst_seconds: float = 3600.0
 
 
 @final
@@ -39,7 +47,7 @@ class FailureModel:
     """How often what fails.
 
     Attributes:
-        rack_nodes: nodes that an incident of scope RACK takes.
+        rack_nodes, row_nodes: nodes that an incident of scope RACK or ROW takes.
         stragglers_per_1000_node_days: nodes that become slow; each slows the whole synchronous run by
             `straggler_slowdown` (0.1: its steps take 1.1 of their time) until it is found, `straggler_seconds` later.
         source: where the rates come from.
@@ -52,11 +60,21 @@ class FailureModel:
     straggler_slowdown: float = 0.1
     straggler_seconds: float = 3600.0
     source: str = ""
+    row_nodes: int = 32
 
     @property
     def per_1000_node_days(self) -> float:
-        """Incidents of all components."""
+        """Incidents of all components that fail with their nodes."""
         return sum(component.per_1000_node_days for component in self.components)
+
+    @property
+    def per_1000_days(self) -> float:
+        """Incidents of the whole cluster."""
+        return sum(component.per_1000_days for component in self.components)
+
+    def per_second(self, nodes: int) -> float:
+        """Incidents of all kinds in a second, where there are so many nodes."""
+        return (self.per_1000_node_days * nodes + self.per_1000_days) / (1000 * DAY)
 
 
 @final

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from allranks.errors import LayoutError
-from allranks.parallel.blocks import find_blocks, group_units
+from allranks.parallel.blocks import find_blocks, group_units, search_blocks
 from tests.distributed.tasks import MODELS
 
 
@@ -72,6 +72,11 @@ def test_a_hint_that_matches_nothing_names_what_there_is() -> None:
         found(Language(), "blocks.*")
     with pytest.raises(LayoutError, match="'layers' matches no module"):
         found(Language(), "layers")
+
+
+def test_a_layout_without_blocks_searches_where_a_hint_matches_nothing() -> None:
+    assert search_blocks({"": Language()}, ("layer.*",)) == {"": ["layers.0", "layers.1", "layers.2"]}
+    assert search_blocks({"": Language()}, ("layers.1",)) == {"": ["layers.1"]}
 
 
 def test_hints_of_several_models_are_logical_names() -> None:

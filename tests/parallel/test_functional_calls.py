@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from allranks.parallel.functional_calls import stands_for
-from allranks.parallel.step_record import Collectives, collective_name, received_bytes
+from allranks.parallel.seen_collectives import Collectives, collective_name, received_bytes
 from allranks.parallel.tensor_ops import all_gather_single, reduce_scatter_single
 from allranks.rehearsing.terms import even_bytes, terms_of
 from allranks.rehearsing.world import fake_world

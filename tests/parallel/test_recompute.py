@@ -4,7 +4,9 @@ import copy
 import gc
 import importlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.errors import LayoutError
 from allranks.models.transformer import Attention, Block, FeedForward
-from allranks.parallel.recompute import recompute, selective
+from allranks.parallel.recompute import recompute, selective, watch_again
 
 POLICIES: dict[str, tuple[Any, ...]] = {"full": (), "selective": (selective,)}
 
@@ -416,3 +418,34 @@ def test_generators_of_all_devices_of_a_block_are_kept(monkeypatch: pytest.Monke
         recompute("block", block, block.forward)(x, scale=2.0).sum().backward()
         assert x.grad is not None and torch.equal(x.grad[0], 2 * block.here.weight.sum(0))
     assert seen == [("cpu",), ("cpu", "cpu", "meta")]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_second_run_alone_is_watched_also_under_another_forward(policy: str) -> None:
+    """Around it, with what ends it early; another forward around the block's is what offloading puts there."""
+    told: list[str] = []
+    block = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    block[0].register_forward_pre_hook(lambda *_: told.append("runs"))
+    apply([block], policy)
+    inner = block.forward
+
+    @wraps(inner)
+    def outer(*args: Any) -> Any:
+        return inner(*args)
+
+    block.forward = outer  # type: ignore[method-assign]
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        told.append("begins")
+        try:
+            yield
+        finally:
+            told.append("ends")
+
+    leave = watch_again(block, around)
+    for _ in range(2):
+        block(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        leave()
+    assert told == ["runs", "begins", "runs", "ends", "runs", "runs"]
+    watch_again(nn.Linear(2, 2), around)()  # of a block that keeps its activations nothing is told

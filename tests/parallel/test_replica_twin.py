@@ -1,5 +1,7 @@
 """The twin has DDP's buckets, and its messages: the same sizes in the same order, before and after it has rebuilt."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -74,6 +76,16 @@ def test_the_twin_sends_what_ddp_sends(pool: Pools) -> None:
                 # One of 28 bytes tells which parameters were used.
                 assert mine[1:] == told[1:]
                 assert sum(map(sum, mine)) == sum(map(sum, told))
+
+
+def test_the_last_of_a_bucket_is_that_of_the_layer_whose_backward_fills_it() -> None:
+    """Buckets of two layers each, in the order of their backwards: the last one of a forward comes first."""
+    kind, cap = make(0.07)
+    with fake_mode():
+        twin = ReplicaTwin(kind(), None, bucket_mb=cap)
+        with mock.patch.object(dist, "all_reduce", return_value=None):
+            messages(twin, 2)
+    assert [name.rpartition(".")[0] for name in twin.last_in_buckets] == ["layers.1", "layers.3", "layers.5"]
 
 
 def test_gradients_live_in_the_buckets() -> None:

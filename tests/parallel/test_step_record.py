@@ -5,16 +5,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from allranks.parallel.step_record import Deed, received_bytes
+from allranks.parallel.step_record import Deed
 from allranks.training.sharding import record_step
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
 from tests.distributed.tasks import Tiny
 
 SMALL = ("train.global_batch=8", "optimizer.name=sgd", "optimizer.lr=0.01")
+AROUND = ("the rest", "layers.0", "layers.1", "the rest")
 TRAVELS = ("gather", "reduce-scatter", "all-reduce", "broadcast")
 
 
@@ -120,10 +120,13 @@ def test_other_shardings_leave_out_what_they_leave_out(pool: Pools) -> None:
 def test_copies_are_reduced_bucket_by_bucket(pool: Pools) -> None:
     small = "layout.ddp_bucket_mb=0.02"
     for deeds, _, _, gradients in pool(2).run(record, "ddp", "transformer", small):
-        assert words(deeds, "forward") == ["compute the model"]
+        assert words(deeds, "forward") == [f"compute {unit}" for unit in AROUND]
         backward = words(deeds, "backward")
-        assert backward[0] == "compute the model" and len(backward) > 3
-        assert backward[1:] == [f"all-reduce bucket {index}" for index in range(1, len(backward))]
+        assert [one for one in backward if one.startswith("compute")] == [f"compute {unit}" for unit in AROUND[::-1]]
+        buckets = [one for one in backward if not one.startswith("compute")]
+        assert buckets == [f"all-reduce bucket {index}" for index in range(1, len(buckets) + 1)] and len(buckets) > 2
+        # The first one is on its way while the second block's backward is still to come, the last one comes last.
+        assert backward.index(buckets[0]) < backward.index("compute layers.0") and backward[-1] == buckets[-1]
         assert total(deeds, "all-reduce") == gradients, "2 (n - 1) / n of the gradients, between two"
     for deeds, counted, _, _ in pool(2).run(record, "dp_shard=2,sharding=optimizer", "transformer"):
         assert words(deeds, "update")[-1] == "broadcast over dp_shard"
@@ -131,32 +134,28 @@ def test_copies_are_reduced_bucket_by_bucket(pool: Pools) -> None:
 
 
 @pytest.mark.distributed
+def test_what_tp_moves_has_the_block_that_asks_for_it(pool: Pools) -> None:
+    for deeds, *_ in pool(2).run(record, "tp=2", "transformer"):
+        assert [one for one in words(deeds, "forward") if one.startswith("compute")] == [
+            f"compute {unit}" for unit in AROUND
+        ]
+        for phase in ("forward", "backward"):
+            block = ""
+            for deed in (one for one in deeds if one.phase == phase):
+                block = deed.unit if deed.what == "compute" else block
+                assert deed.what == "compute" or deed.unit == f"{block} over tp".removeprefix("the rest ")
+
+
+@pytest.mark.distributed
+def test_what_is_computed_again_is_told(pool: Pools) -> None:
+    for deeds, *_ in pool(2).run(record, "ddp,recompute=full", "transformer"):
+        backward = [one for one in words(deeds, "backward") if "compute" in one and "layers" in one]
+        assert backward == [f"{what} layers.{block}" for block in (1, 0) for what in ("recompute", "compute")]
+        assert not [deed for deed in deeds if deed.what == "recompute" and deed.phase != "backward"]
+
+
+@pytest.mark.distributed
 def test_only_the_last_micro_step_is_told(pool: Pools) -> None:
     for deeds, *_ in pool(2).run(record, "fsdp", "transformer", "train.micro_batch=2"):
         assert words(deeds, "forward").count("gather layers.0") == 1
         assert words(deeds, "backward").count("reduce-scatter layers.0") == 1
-
-
-class Group:
-    """The second of four ranks."""
-
-    group_name = "some"
-
-    def size(self) -> int:
-        return 4
-
-    def rank(self) -> int:
-        return 1
-
-
-def test_the_bytes_of_each_collective() -> None:
-    one, four = torch.zeros(3), torch.zeros(12)
-    group: Any = Group()
-    assert received_bytes("allreduce_", group, ([four], None)) == 72
-    assert [received_bytes("broadcast_", group, ([one], None, root)) for root in (0, 1)] == [12, 0]
-    assert received_bytes("_allgather_base_", group, (four, one, None)) == 36
-    assert received_bytes("allgather_", group, ([[one] * 4], [one], None)) == 36
-    assert received_bytes("_reduce_scatter_base_", group, (one, four, None)) == 36
-    assert received_bytes("alltoall_base_", group, (four, four, None, [], [])) == 36
-    assert received_bytes("alltoall_base_", group, (four, four, None, [1, 6, 2, 3], [])) == 24
-    assert (received_bytes("send", group, ([one],)), received_bytes("recv_", group, ([one],))) == (0, 12)

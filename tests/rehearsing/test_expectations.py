@@ -31,6 +31,36 @@ def test_more_tiers_or_stragglers_have_no_formula() -> None:
         assert closed_form(operation, model) == expected
 
 
+def test_what_does_not_come_at_a_constant_rate_has_no_formula() -> None:
+    flaps = Component("link", 6.5, Scope.PROCESS, 0.0, burst_failures=0.5)
+
+    assert closed_form(operate(600.0), FailureModel("x", (flaps,))) == (
+        None,
+        "the formula takes failures at a constant rate: those of link come in bursts",
+    )
+
+
+def test_a_row_of_racks_has_no_formula() -> None:
+    """No spares replace it, and how long a run waits then no formula says."""
+    spine = Component("spine", 0.01, Scope.ROW, 3600.0)
+
+    assert closed_form(operate(600.0), FailureModel("x", (spine,))) == (
+        None,
+        "the formula has a spare for every lost node: spine takes a row of racks at once",
+    )
+    assert closed_form(operate(600.0), FailureModel("x", (replace(spine, per_1000_node_days=0.0),)))[0] == 1.0
+
+
+def test_where_only_the_whole_cluster_fails_it_is_its_availability() -> None:
+    """It fails every 2 days and is away for 6 hours: MTBF / (MTBF + MTTR), whatever the number of nodes."""
+    storage = FailureModel("x", (Component("storage", 0.0, Scope.CLUSTER, 6 * 3600.0, per_1000_days=500.0),))
+    free = Operation(2000, 0, 54 * DAY, (Tier("storage", Scope.CLUSTER, 1.0),), 0.0, 0.0)
+    found, because = closed_form(free, storage)
+
+    assert found == pytest.approx(48 / (48 + 6), abs=1e-4)
+    assert because == "Daly, FGCS 2006; with spares for every failure, and the cluster's repairs waited for"
+
+
 def test_intervals_are_whole_steps() -> None:
     operation = with_interval(operate(600.0), 100.0, step_seconds=30.0)
 
@@ -76,3 +106,5 @@ def test_spares_are_for_what_is_under_repair_at_once() -> None:
     assert enough_spares(1000, days) == math.ceil(10 + 3.1 * math.sqrt(10))
     assert enough_spares(1000, racks) == math.ceil(40 + 3.1 * math.sqrt(160))
     assert enough_spares(1000, NONE) == 0
+    wide = Component("spine", 10.0, Scope.ROW, DAY), Component("storage", 0.0, Scope.CLUSTER, DAY, per_1000_days=9.0)
+    assert enough_spares(1000, FailureModel("x", wide)) == 0

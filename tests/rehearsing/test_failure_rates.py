@@ -32,7 +32,7 @@ def test_llama3_is_the_419_interruptions_of_its_paper() -> None:
 
     assert model.per_1000_node_days * 2048 * 54 / 1000 == pytest.approx(419)
     assert model.per_1000_node_days == pytest.approx(3.79, abs=0.005)
-    assert {part.scope for part in model.components} == set(Scope)
+    assert {part.scope for part in model.components} == {Scope.PROCESS, Scope.NODE, Scope.RACK}
 
 
 def test_a_number_is_failures_of_nodes_and_says_what_is_assumed() -> None:
@@ -75,6 +75,66 @@ per_1000_node_days = 1.0
         "repair_hours = 24 (GPU, switch), rack_nodes = 2, stragglers.slowdown = 0.1, stragglers.hours = 1,"
         f" which is assumed, because {path} does not say"
     )
+
+
+WIDER = """
+row_nodes = 64
+[[component]]
+name = "spine"
+per_1000_node_days = 0.01
+scope = "row"
+repair_hours = 4
+[[component]]
+name = "storage"
+per_1000_days = 30
+scope = "cluster"
+repair_hours = 3
+[[component]]
+name = "link"
+per_1000_node_days = 1
+scope = "process"
+burst_failures = 0.6
+burst_hours = 2
+"""
+
+
+def test_a_file_says_what_takes_rows_and_all_and_what_comes_in_bursts(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(WIDER)
+    model, notes = find_failures(str(path))
+
+    assert notes == ()
+    spine, storage, link = model.components
+    assert (spine.scope, model.row_nodes, model.per_1000_node_days) == (Scope.ROW, 64, 1.01)
+    assert (storage.scope, storage.per_1000_days, storage.per_1000_node_days) == (Scope.CLUSTER, 30, 0)
+    assert (link.burst_failures, link.burst_seconds, storage.burst_failures) == (0.6, 7200, 0)
+
+    path.write_text(WIDER.replace("row_nodes = 64", "").replace("burst_hours = 2", ""))
+    _, (assumed,) = find_failures(str(path))
+    assert assumed == f"row_nodes = 32, burst_hours = 1 (link), which is assumed, because {path} does not say"
+    path.write_text(WIDER.replace("burst_failures = 0.6", ""))
+    _, (idle,) = find_failures(str(path))
+    assert idle == "burst_hours of link has no effect, because burst_failures is 0"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("per_1000_days = 30", "per_1000_node_days = 30"), 'per_1000_node_days is not for scope = "cluster", whose'),
+        (("per_1000_days = 30", ""), 'component.1: .*scope = "cluster" needs per_1000_days'),
+        (("per_1000_node_days = 0.01", ""), 'component.0: .*scope = "row" needs per_1000_node_days'),
+        (("per_1000_node_days = 0.01", "per_1000_days = 1"), 'per_1000_days is not for scope = "row"'),
+        (("burst_failures = 0.6", "burst_failures = 1"), "component.2.burst_failures: .* 0.95"),
+    ],
+)
+def test_a_rate_that_is_not_its_scopes_and_a_burst_without_end_are_refused(
+    tmp_path: Path, change: tuple[str, str], says: str
+) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(WIDER.replace(*change))
+
+    with pytest.raises(ConfigError, match=says):
+        read_failures(path)
 
 
 def test_what_a_file_says_without_effect_is_said(tmp_path: Path) -> None:

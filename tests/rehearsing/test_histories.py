@@ -2,12 +2,21 @@
 
 import re
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 
 from allranks.errors import ConfigError
-from allranks.rehearsing.histories import BINS, EVENT_BYTES, MOST_BYTES, check_room, draw_histories
+from allranks.rehearsing.histories import (
+    BINS,
+    EVENT_BYTES,
+    MOST_BYTES,
+    Array,
+    _draw_bursts,
+    check_room,
+    draw_histories,
+)
 from allranks.simulation import DAY, Component, FailureModel, Scope
 
 MODEL = FailureModel(
@@ -25,6 +34,75 @@ def test_failures_come_as_often_as_the_rate_says_and_in_order() -> None:
     assert (found.scopes[inside] == Scope.RACK).mean() == pytest.approx(0.25, abs=0.02)
     for scope, mean in ((Scope.NODE, 3600.0), (Scope.RACK, 7200.0)):
         assert found.repairs[inside & (found.scopes == scope)].mean() == pytest.approx(mean, rel=0.05)
+
+
+def test_the_whole_cluster_fails_as_often_with_few_nodes_as_with_many() -> None:
+    model = FailureModel("x", (Component("storage", 0.0, Scope.CLUSTER, 3600.0, per_1000_days=200.0),))
+    for nodes in (10, 5000):
+        found = draw_histories(model, nodes, 50 * DAY, 400, seed=1)
+        inside = found.times < 50 * DAY
+        assert inside.sum() / 400 == pytest.approx(10, rel=0.05)
+        assert (found.scopes[inside] == Scope.CLUSTER).all()
+        assert not found.places.any()  # a place that every run has
+
+
+class Told:
+    """Draws what is written down: how many each failure brings, and every delay at its mean."""
+
+    def __init__(self, *numbers: list[int]) -> None:
+        self.numbers, self.means = list(numbers), list[list[float]]()
+
+    def poisson(self, means: Array) -> Array:
+        self.means.append(means.tolist())
+        return np.array(self.numbers.pop(0))
+
+    def exponential(self, scale: float, size: int) -> Array:
+        return np.full(size, scale)
+
+
+def test_a_burst_is_what_a_failure_brings_and_what_that_brings() -> None:
+    """One at 10 s brings two 100 s later, of which one brings one more, and one at 950 s one that is too late."""
+    parts = (
+        Component("steady", 1.0, Scope.NODE, 0.0),
+        Component("flaps", 1.0, Scope.PROCESS, 0.0, burst_failures=0.5, burst_seconds=100.0),
+    )
+    times = np.array([[10.0, 50.0, 950.0, np.inf], [np.inf] * 4, [20.0, np.inf, np.inf, np.inf]])
+    which = np.array([[1, 0, 1, 0], [0] * 4, [0] * 4])
+    random: Any = Told([2, 0, 1, 0], [1, 0], [0])
+    found, kinds = _draw_bursts(parts, times, which, 1000.0, random)
+
+    assert found.tolist() == [
+        [10.0, 50.0, 110.0, 110.0, 210.0, 950.0, np.inf],
+        [np.inf] * 7,
+        [20.0, *[np.inf] * 6],
+    ]
+    assert kinds[0].tolist() == [1, 0, 1, 1, 1, 1, 0]
+    assert random.means == [[0.5, 0.0, 0.5, 0.0], [0.5, 0.5], [0.5]]
+
+
+def test_bursts_change_when_failures_come_and_not_how_many() -> None:
+    """Of n in the mean the variance is n / (1 - b)^2 where each brings b more (Hawkes); without bursts it is n."""
+    each = {}
+    for burst in (0.0, 0.6):
+        parts = Component("node", 40.0, Scope.NODE, 0.0, burst_failures=burst, burst_seconds=1800.0)
+        found = draw_histories(FailureModel("x", (parts,)), 100, 50 * DAY, 1500, seed=2)
+        assert (np.sort(found.times, axis=1) == found.times).all()
+        assert np.isinf(found.times[:, -1]).all()
+        number = (found.times < 50 * DAY).sum(axis=1)
+        assert number.mean() == pytest.approx(200, rel=0.02)
+        each[burst] = number.var() / number.mean()
+    assert each[0.0] == pytest.approx(1.0, rel=0.15)
+    assert each[0.6] == pytest.approx(1 / 0.4**2, rel=0.15)
+
+
+def test_a_burst_is_over_when_it_says() -> None:
+    """Where first failures are ten days apart, the half that others bring come within hours."""
+    parts = Component("node", 2.0, Scope.NODE, 0.0, burst_failures=0.5, burst_seconds=1800.0)
+    found = draw_histories(FailureModel("x", (parts,)), 100, 1000 * DAY, 40, seed=3)
+    gaps = np.concatenate([np.diff(row[row < 1000 * DAY]) for row in found.times])
+
+    assert (gaps < DAY / 2).mean() == pytest.approx(0.5, abs=0.06)
+    assert np.median(gaps[gaps < DAY / 2]) < 1800.0
 
 
 def test_the_same_seed_draws_the_same_and_another_does_not() -> None:

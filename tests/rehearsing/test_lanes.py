@@ -10,7 +10,7 @@ from allranks.rehearsing.lanes import Lanes
 from allranks.simulation import CAUSES, Operation, Scope, Tier
 
 END = 10_000.0
-STORAGE = Tier("storage", Scope.RACK, every_seconds=100.0, load_seconds=5.0)
+STORAGE = Tier("storage", Scope.CLUSTER, every_seconds=100.0, load_seconds=5.0)
 
 
 def history(*events: tuple[float, Scope, int, float], nodes: int = 4, slow: float = 0.0) -> Histories:
@@ -31,7 +31,7 @@ def live(found: Histories, **changes: Any) -> Lanes:
         "detect_seconds": 10.0,
         "restart_seconds": 20.0,
     }
-    lanes = Lanes([Operation(**{**usual, **changes})], found, rack_nodes=2, slowdown=0.25)
+    lanes = Lanes([Operation(**{**usual, **changes})], found, rack_nodes=2, row_nodes=3, slowdown=0.25)
     lanes.live()
     assert sum(lanes.spent[cause][0] for cause in CAUSES) == pytest.approx(END)
     return lanes
@@ -130,6 +130,45 @@ def test_a_rack_of_spares_alone_interrupts_nothing() -> None:
     assert spent(found)["waiting"] == pytest.approx(750.0 - 285.0)
 
 
+def test_a_row_takes_more_nodes_than_a_rack() -> None:
+    """Three here: two spares do not replace them, three do."""
+    few = live(history((250.0, Scope.ROW, 0, 1000.0), nodes=6), spares=2)
+    enough = live(history((250.0, Scope.ROW, 0, 1000.0), nodes=7), spares=3)
+
+    assert spent(few) == pytest.approx({"redone": 50.0, "detecting": 10.0, "restarting": 50.0, "waiting": 965.0})
+    assert spent(enough) == pytest.approx({"redone": 50.0, "detecting": 10.0, "restarting": 25.0})
+
+
+def test_an_elastic_run_goes_on_with_what_a_row_leaves() -> None:
+    found = spent(live(history((250.0, Scope.ROW, 0, 1000.0)), elastic_nodes=1, join_seconds=30.0))
+
+    # 285 to 1250 with 1 of 4 nodes.
+    assert found == pytest.approx({"redone": 50.0, "detecting": 10.0, "restarting": 55.0, "shrunk": 965.0 * 3 / 4})
+
+
+def test_the_whole_cluster_takes_its_spares_too_and_meanwhile_nothing_else_fails() -> None:
+    events = (250.0, Scope.CLUSTER, 0, 1000.0), (600.0, Scope.PROCESS, 0, 0.0), (700.0, Scope.CLUSTER, 0, 5000.0)
+    lanes = live(history(*events, nodes=14), spares=10, elastic_nodes=1)
+
+    assert lanes.interruptions[0] == 1
+    assert spent(lanes) == pytest.approx({"redone": 50.0, "detecting": 10.0, "restarting": 50.0, "waiting": 965.0})
+
+
+def test_a_repair_of_the_whole_cluster_that_is_short_delays_nothing() -> None:
+    found = spent(live(history((250.0, Scope.CLUSTER, 0, 30.0))))
+
+    assert found == pytest.approx({"redone": 50.0, "detecting": 10.0, "restarting": 25.0})
+
+
+def test_a_node_under_repair_stays_so_when_the_rest_of_the_cluster_is_back() -> None:
+    """The node fails at 100 and its spare takes over until 2100; the cluster is away from 250 to 750."""
+    found = live(history((100.0, Scope.NODE, 0, 2000.0), (250.0, Scope.CLUSTER, 0, 500.0), nodes=5), spares=1)
+
+    # Up at 135 and then at 775; 115 s of training, of which 100 were saved.
+    assert spent(found) == pytest.approx({"redone": 15.0, "detecting": 20.0, "restarting": 75.0, "waiting": 465.0})
+    assert found.out[0] == 1  # nobody has looked for it since
+
+
 def test_a_node_that_is_back_is_a_spare_again() -> None:
     found = live(history((100.0, Scope.NODE, 4, 50.0), (250.0, Scope.NODE, 0, 500.0), nodes=5), spares=1)
 
@@ -139,10 +178,14 @@ def test_a_node_that_is_back_is_a_spare_again() -> None:
 def test_a_peers_memory_survives_a_node_and_not_a_rack() -> None:
     tiers = (Tier("peer", Scope.NODE, every_seconds=10.0, load_seconds=1.0), STORAGE)
     node = spent(live(history((255.0, Scope.NODE, 0, 1.0), nodes=5), tiers=tiers, spares=2))
-    rack = spent(live(history((255.0, Scope.RACK, 0, 1.0), nodes=6), tiers=tiers, spares=2))
+    wider = (
+        spent(live(history((255.0, scope, 0, 1.0), nodes=7), tiers=tiers, spares=3))
+        for scope in (Scope.RACK, Scope.ROW, Scope.CLUSTER)
+    )
 
     assert node == pytest.approx({"redone": 5.0, "detecting": 10.0, "restarting": 21.0})
-    assert rack == pytest.approx({"redone": 55.0, "detecting": 10.0, "restarting": 25.0})
+    for found in wider:
+        assert found == pytest.approx({"redone": 55.0, "detecting": 10.0, "restarting": 25.0})
 
 
 def test_a_tier_that_was_lost_holds_what_was_read_back() -> None:
@@ -170,7 +213,7 @@ def test_many_repairs_at_once_are_all_remembered() -> None:
 def test_operations_side_by_side_do_not_touch_each_other() -> None:
     found = history((250.0, Scope.NODE, 0, 1000.0), nodes=5)
     operations = [Operation(4, spares, END, (STORAGE,), 10.0, 20.0) for spares in (0, 1)]
-    lanes = Lanes(operations, found, rack_nodes=2, slowdown=0.1)
+    lanes = Lanes(operations, found, rack_nodes=2, row_nodes=3, slowdown=0.1)
     lanes.live()
 
     assert lanes.spent["waiting"].tolist() == pytest.approx([965.0, 0.0])

@@ -5,6 +5,7 @@ from itertools import groupby
 import pytest
 
 from allranks.parallel.step_record import Deed
+from allranks.rehearsal import RankRehearsal
 from allranks.rehearsing.ledger import Stored, Stretch
 from allranks.rehearsing.moments import list_moments
 from tests.rehearsing.tasks import Tokens, rehearsed
@@ -94,7 +95,7 @@ HSDP = [
             "layers.1",
             [("forward", "compute"), ("backward", "compute"), ("backward", "drop"), ("backward", "all-reduce")],
         ),
-        ("fsdp,sharding=optimizer", 2, "the model", [("forward", "compute"), ("backward", "compute")]),
+        ("fsdp,sharding=optimizer", 2, "layers.1", [("forward", "compute"), ("backward", "compute")]),
         ("fsdp,sharding=optimizer", 2, "bucket 1", [("backward", "all-reduce")]),
         ("fsdp,sharding=optimizer", 2, "over dp_shard", [("update", "all-gather")]),
     ],
@@ -105,27 +106,110 @@ def test_the_other_ways_to_share(layout: str, world: int, unit: str, deeds: list
     assert [(m.phase, m.what) for m in moments if m.unit == unit] == deeds
 
 
-def test_buckets_of_ddp_and_moves_of_tp() -> None:
-    """In their order, with their bytes: of DDP every gradient once (of two ranks each receives as much)."""
+AROUND, BLOCKS = "the rest", ("layers.0", "layers.1", "layers.2")
+# Bytes in Tokens: of its table of tokens (or its head), of its last norm, of a block's feed-forward and of its others.
+TABLE, NORM, FEED, OTHERS = 4 * 256 * 64, 4 * 64, 4 * 3 * 64 * 256, 4 * (4 * 64 * 64 + 2 * 64)
+
+
+def rows(told: RankRehearsal, phase: str) -> list[tuple[str, str, int]]:
+    return [(m.what, m.unit, m.num_bytes) for m in told.moments if m.phase == phase]
+
+
+def test_buckets_of_ddp_go_between_the_backwards_of_the_blocks() -> None:
+    """Each where its last gradient is there, with its bytes (of two ranks each receives as much as there is)."""
+    ddp = rehearsed(Tokens(), "ddp", 2, "layout.ddp_bucket_mb=0.2")
+    blocks = [("compute", block, 0) for block in BLOCKS]
+    assert rows(ddp, "forward") == [("compute", AROUND, 0), *blocks, ("compute", AROUND, 0)]
+    assert rows(ddp, "backward") == [
+        ("compute", AROUND, 0),
+        ("compute", "layers.2", 0),
+        ("all-reduce", "bucket 1", TABLE + NORM + FEED),
+        ("compute", "layers.1", 0),
+        ("all-reduce", "bucket 2", OTHERS + FEED),
+        ("compute", "layers.0", 0),
+        ("all-reduce", "bucket 3", OTHERS + FEED),
+        ("compute", AROUND, 0),
+        ("all-reduce", "bucket 4", OTHERS + TABLE),
+    ]
+    assert rows(ddp, "update") == []
+
+
+def test_memory_goes_up_block_by_block_and_down_again() -> None:
+    """By as much for each of equal blocks, all of it activations; gradients lie in the buckets all the time."""
     ddp = rehearsed(Tokens(), "ddp", 2)
-    begin, *deeds = ddp.moments
-    size = sum(parameter.numel() for parameter in Tokens().model().parameters())
-    assert (begin.what, [(m.phase, m.what, m.unit, m.num_bytes) for m in deeds]) == (
-        "begin",
-        [
-            ("forward", "compute", "the model", 0),
-            ("backward", "compute", "the model", 0),
-            ("backward", "all-reduce", "bucket 1", 4 * size),
-        ],
-    )
-    assert begin.live_bytes < deeds[0].live_bytes > deeds[-1].live_bytes, "activations come, and go"
+    begin, *moments = ddp.moments
+    forward = {m.unit: m for m in moments if m.phase == "forward" and m.unit != AROUND}
+    first, second, third = (forward[block] for block in BLOCKS)
+    assert third.live_bytes - second.live_bytes == second.live_bytes - first.live_bytes > 0
+    assert all(m.live_by_category["gradients"] == begin.live_by_category["gradients"] for m in moments)
+    kept = [m.live_by_category["activations"] for m in (first, second, third)]
+    assert kept[2] - kept[1] == third.live_bytes - second.live_bytes
+    backward = [m for m in moments if m.phase == "backward" and m.unit in BLOCKS]
+    assert [m.unit for m in backward] == [*reversed(BLOCKS)]
+    assert backward[0].live_bytes - backward[1].live_bytes == second.live_bytes - first.live_bytes
+    assert max(m.highest_bytes for m in ddp.moments) == ddp.peak_bytes
+    assert "activations" not in moments[-1].live_by_category
+
+
+def test_the_moves_of_tp_have_the_block_that_asks_for_them() -> None:
     tp = rehearsed(Tokens(), "tp=2", 2, on_cuda=True)
     assert max(m.highest_bytes for m in tp.moments) == tp.peak_bytes
-    forward = [(m.what, m.unit, m.num_bytes) for m in tp.moments if m.phase == "forward"]
     stream = 8 * 32 * 64 * 4 // 2  # samples, positions, width, bytes: the other rank's half
-    scattered, gathered = ("reduce-scatter", "over tp", stream), ("all-gather", "over tp", stream)
-    assert forward[:-1] == [("compute", "the model", 0), scattered, *[gathered, scattered] * 6], "two for each block"
+    gathered, scattered = ("all-gather", stream), ("reduce-scatter", stream)
+
+    def block(name: str, *moves: tuple[str, int]) -> list[tuple[str, str, int]]:
+        return [("compute", name, 0), *((what, f"{name} over tp", size) for what, size in moves)]
+
+    first, *others = (block(name, *[gathered, scattered] * 2) for name in BLOCKS)
+    forward = rows(tp, "forward")
+    begin = [("compute", AROUND, 0), ("reduce-scatter", "over tp", stream)]
+    assert forward[:-1] == [*begin, *first, *others[0], *others[1], ("compute", AROUND, 0)]
     assert forward[-1][:2] == ("all-gather", "over tp")
+    norm = ("all-reduce", NORM)  # the gradient of each norm, whose positions are cut
+    backward = [block(name, *[gathered, scattered, norm] * 2) for name in reversed(BLOCKS)]
+    inner = [row for rows_of_block in backward for row in rows_of_block]
+    around = [("compute", AROUND, 0), ("reduce-scatter", "over tp", stream), ("all-reduce", "over tp", NORM)]
+    assert rows(tp, "backward") == [*around, *inner, ("compute", AROUND, 0), ("all-gather", "over tp", stream)]
+    assert [unit for _, unit, _ in rows(tp, "update")] == ["over tp"], "no block is behind the norm of all gradients"
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp=2"])
+def test_what_is_computed_again_stands_before_its_backward(layout: str) -> None:
+    told = rehearsed(Tokens(), f"{layout},recompute=full", 2)
+    again = [(m.phase, m.what, m.unit) for m in told.moments if "compute" in m.what and m.unit in BLOCKS]
+    backward = [("backward", what, block) for block in reversed(BLOCKS) for what in ("recompute", "compute")]
+    assert [one for one in again if one[0] == "backward"] == backward
+    assert [one for one in again if one[0] == "forward"] == [("forward", "compute", block) for block in BLOCKS]
+
+
+def test_blocks_that_are_left_out_have_their_buckets_where_they_are_computed() -> None:
+    """As where all are traced: those of one that stands for others together, and none is at the end for being late."""
+    layers = 8
+    short, full = (
+        rehearsed(Tokens(layers=layers), "ddp", 2, "layout.ddp_bucket_mb=0.2", full=full) for full in (False, True)
+    )
+    found, (block, left_out) = rows(short, "backward"), (OTHERS + FEED, layers - 4)
+    assert found == [
+        ("compute", AROUND, 0),
+        ("compute", "layers.7", 0),
+        ("all-reduce", "bucket 1", TABLE + NORM + FEED),
+        ("compute", "layers.6", 0),
+        ("all-reduce", f"buckets 2 to {2 + left_out}", (1 + left_out) * block),
+        ("compute", "layers.1", 0),
+        ("all-reduce", "bucket 7", block),
+        ("compute", "layers.0", 0),
+        ("all-reduce", "bucket 8", block),
+        ("compute", AROUND, 0),
+        ("all-reduce", "bucket 9", OTHERS + TABLE),
+    ]
+    assert {m.unit: m.times for m in short.moments if m.times > 1} == {"layers.1": 5, "layers.6": 5}
+    each = [row for row in rows(full, "backward") if row[0] == "all-reduce"]
+    assert each == [
+        ("all-reduce", "bucket 1", TABLE + NORM + FEED),
+        *(("all-reduce", f"bucket {number}", block) for number in range(2, 9)),
+        ("all-reduce", "bucket 9", OTHERS + TABLE),
+    ]
 
 
 @pytest.mark.full

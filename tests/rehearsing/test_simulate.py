@@ -17,7 +17,7 @@ from allranks.simulation import DAY, Component, FailureModel, Operation, Outcome
 def operate(nodes: int, every: float, model: FailureModel, **changes: float) -> Operation:
     """With enough spares, and a save that costs nothing, if nothing else is said."""
     costs = (changes.get(name, 0.0) for name in ("save", "lag", "load"))
-    tier = Tier("storage", Scope.RACK, every, *costs)
+    tier = Tier("storage", Scope.CLUSTER, every, *costs)
     days = changes.get("days", 54.0)
     spares = int(changes.get("spares", enough_spares(nodes, model)))
     return Operation(nodes, spares, days * DAY, (tier,), changes.get("detect", 0.0), changes.get("restart", 300.0))
@@ -61,7 +61,13 @@ def test_sixty_days_of_a_hundred_thousand_devices_take_seconds_of_a_core() -> No
 @pytest.mark.full
 def test_tiers_stragglers_and_a_run_that_shrinks_take_seconds_too() -> None:
     """Of as many devices for as long."""
-    model = replace(NAMED["llama3"], stragglers_per_1000_node_days=1.0)
+    wider = (
+        Component("spine", 0.002, Scope.ROW, 4 * 3600.0),
+        Component("storage", 0.0, Scope.CLUSTER, 3600.0, per_1000_days=50.0),
+        Component("link", 0.5, Scope.PROCESS, 0.0, burst_failures=0.7),
+    )
+    components = (*NAMED["llama3"].components, *wider)
+    model = replace(NAMED["llama3"], components=components, stragglers_per_1000_node_days=1.0)
     stored = operate(12_500, 1800.0, model, save=30.0, load=60.0, detect=30.0, days=60.0, spares=0)
     tiers = (Tier("memory", Scope.PROCESS, 60.0, 0.1), Tier("peer", Scope.NODE, 120.0, 1.0), *stored.tiers)
     begun = time.process_time()
@@ -98,6 +104,39 @@ def test_formula_and_simulation_agree_within_a_point_where_it_holds(
 
     assert formula is not None
     assert run_all([operation], PROCESSES, num_runs, seed=0)[0].goodput.mean == pytest.approx(formula, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("repair", "changes"),
+    [
+        (6 * 3600.0, {"save": 10.0}),
+        (1200.0, {"restart": 1200.0, "detect": 300.0, "load": 300.0}),  # as long as a restart
+        (60.0, {"restart": 1800.0}),  # over before anybody could train
+    ],
+)
+def test_repairs_of_the_whole_cluster_are_in_the_formula(repair: float, changes: dict[str, float]) -> None:
+    storage = Component("storage", 0.0, Scope.CLUSTER, repair, per_1000_days=1500.0)
+    model = FailureModel("x", (*PROCESSES.components, storage))
+    operation = operate(500, 900.0, model, **changes)
+    formula, because = closed_form(operation, model)
+    found = run_all([operation], model, 300, seed=0)[0]
+
+    assert formula is not None and "the cluster's repairs" in because
+    assert found.goodput.mean == pytest.approx(formula, abs=0.01)
+    without = closed_form(operation, PROCESSES)[0]
+    assert without is not None and without - formula > 0.03  # the cluster's failures weigh
+
+
+def test_a_burst_that_is_over_at_once_is_one_failure() -> None:
+    """Each brings another half second later: half as many interruptions weigh, and the formula of these holds."""
+    flaps = replace(PROCESSES.components[0], burst_failures=0.5, burst_seconds=0.5)
+    operation, first = operate(2000, 900.0, PROCESSES), FailureModel("x", (replace(flaps, per_1000_node_days=3.25),))
+    found = run_all([operation], FailureModel("x", (flaps,)), 60, seed=0)[0]
+    formula = closed_form(operation, replace(first, components=(replace(first.components[0], burst_failures=0.0),)))[0]
+
+    assert found.goodput.mean == pytest.approx(formula, abs=0.01)
+    assert found.goodput.mean - run_all([operation], PROCESSES, 60, seed=0)[0].goodput.mean > 0.03
+    assert found.interruptions.mean == pytest.approx(6.5 * 2000 * 54 / 1000, rel=0.05)
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from allranks.parallel.step_record import Collectives
+from allranks.parallel.seen_collectives import Collectives
 from allranks.parallel.tensor_ops import all_gather_single, reduce_scatter_single
 from allranks.rehearsing.terms import even_bytes, terms_of, waits_of
 from allranks.rehearsing.world import fake_world

@@ -192,7 +192,7 @@ def operation_of(
     """How the run is kept, and what was decided for the user."""
     notes = []
     every = _seconds(request.every, "--every")
-    disk = Tier("storage", Scope.RACK, every or DAY, costs.save_seconds, costs.write_seconds, costs.load_seconds)
+    disk = Tier("storage", Scope.CLUSTER, every or DAY, costs.save_seconds, costs.write_seconds, costs.load_seconds)
     tiers: tuple[Tier, ...] = (disk,)
     peer = _seconds(request.peer_every, "--peer-every")
     if peer:

@@ -42,6 +42,14 @@ def find_blocks(modules: Mapping[str, nn.Module], patterns: Sequence[str] = ()) 
     return blocks
 
 
+def search_blocks(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> dict[str, list[str]]:
+    """The same of a layout that needs no blocks: where a pattern matches nothing, what repeats."""
+    try:
+        return find_blocks(modules, patterns)
+    except LayoutError:
+        return find_blocks(modules)
+
+
 def group_units(module: nn.Module, blocks: Sequence[str]) -> list[Unit]:
     """The units of `blocks`: those that share a parameter become one.
 

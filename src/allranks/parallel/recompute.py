@@ -8,7 +8,7 @@ backward runs the block's forward once more for the rest. Source: "Training Deep
 import functools
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import copy_context
 from copy import copy
 from typing import Any, final
@@ -58,6 +58,25 @@ def recompute(name: str, module: nn.Module, forward: Forward, contexts: Contexts
     return functools.wraps(forward)(_Recomputed(name, module, forward, contexts))
 
 
+def watch_again(module: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Make every run of `module`'s forward after the first inside of `around()`, if it is one of `recompute`.
+
+    Returns:
+        What takes it away.
+    """
+    forward: Any = module.forward
+    while forward is not None and not isinstance(forward, _Recomputed):
+        forward = getattr(forward, "__wrapped__", None)  # offloading wraps it
+    if forward is None:
+        return lambda: None
+    forward.around = around
+
+    def leave() -> None:
+        forward.around = nullcontext
+
+    return leave
+
+
 def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of `selective_in_graph`, for any number of backwards through one graph."""
     first, second, seen = _selective()
@@ -96,7 +115,13 @@ def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[An
 
 @final
 class _Recomputed:
-    """A callable in place of a module's forward; the module itself, and so its names, stay as they are."""
+    """A callable in place of a module's forward; the module itself, and so its names, stay as they are.
+
+    Attributes:
+        around: makes a context for every run after the first.
+    """
+
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, name: str, module: nn.Module, forward: Forward, contexts: Contexts) -> None:
         self._name = name
@@ -121,7 +146,8 @@ class _Recomputed:
                 args, kwargs = given.pop()
                 return self._forward(*args, **kwargs)
             args, kwargs = pytree.tree_unflatten(list(leaves[: structure.num_leaves]), structure)
-            return context.copy().run(self._forward, *args, **kwargs)
+            with self.around():
+                return context.copy().run(self._forward, *args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             first, again = self._contexts()

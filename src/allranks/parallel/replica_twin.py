@@ -57,8 +57,9 @@ class ReplicaTwin(nn.Module):
         self.require_backward_grad_sync = True
         self._group = group
         alone = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        reduced: list[torch.Tensor] = [p for n, p in module.named_parameters() if p.requires_grad and n not in alone]
-        self._parameters_reduced = reduced
+        reduced = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in alone}
+        self._names = list(reduced)
+        self._parameters_reduced: list[torch.Tensor] = list(reduced.values())
         cap = BUCKET_BYTES if bucket_mb is None else int(bucket_mb * 2**20)
         self._limits = [_DEFAULT_FIRST_BUCKET_BYTES, cap] if bucket_mb is None else [cap]
         self._find_unused = find_unused
@@ -77,6 +78,11 @@ class ReplicaTwin(nn.Module):
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._begin()
         return self.module(*args, **kwargs)
+
+    @property
+    def last_in_buckets(self) -> list[str]:
+        """Of every bucket the name of the parameter whose gradient is expected last."""
+        return [self._names[members[-1]] for members in self.buckets]
 
     def lend(self, parameter: torch.Tensor) -> bool:
         """Give a parameter that no backward reached its place in a bucket as gradient; False where it has none."""

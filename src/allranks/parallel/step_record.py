@@ -1,40 +1,29 @@
 """One step as it really happens: which unit is gathered, computed, dropped and reduced, with the bytes that travel.
 
 Collectives are seen where torch dispatches them, those of DDP's reducer among them; to which unit they belong is known
-from FSDP2's own methods, which are called through an instance. Bytes are those that a rank receives: of an all-reduce
-2 (n - 1) / n of its size, as in a ring (https://docs.nvidia.com/deeplearning/nccl/user-guide), of all others exactly.
+from FSDP2's own methods, which are called through an instance. Where FSDP has none, blocks are the units: see
+`block_watch`. Bytes are those that a rank receives: of an all-reduce 2 (n - 1) / n of its size, as in a ring
+(https://docs.nvidia.com/deeplearning/nccl/user-guide), of all others exactly.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Final, final
+from functools import partial
+from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from allranks.parallel.functional_calls import stands_for
+from allranks.parallel.block_watch import in_backward, watch_block
 from allranks.parallel.mesh import MESH_AXES
+from allranks.parallel.recompute import watch_again
+from allranks.parallel.seen_collectives import Collectives, collective_name, received_bytes
 from allranks.parallel.spread import Spread
 from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 
-DEVICE_OF: Final = torch.ops.prim.device.default
-MODEL, REST = "the model", "the rest"
-_NAMES = {
-    "allreduce_": "all-reduce",
-    "broadcast_": "broadcast",
-    "_allgather_base_": "all-gather",
-    "allgather_": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "alltoall_base_": "all-to-all",
-    "alltoall_": "all-to-all",
-    "send": "send",
-    "recv_": "receive",
-}
+MODEL, REST, BUCKET = "the model", "the rest", "bucket "
 
 
 @final
@@ -44,8 +33,8 @@ class Deed:
 
     Attributes:
         phase: "forward", "backward" or "update".
-        what: "gather", "compute", "drop", or the collective.
-        unit: the module, the bucket, or the axis over which something travels.
+        what: "gather", "compute", "recompute" (a forward that the backward runs again), "drop", or the collective.
+        unit: the module, the bucket, or the axis over which something travels, behind the module that asked for it.
         num_bytes: that this rank receives; of a "drop" those that it frees.
     """
 
@@ -53,6 +42,15 @@ class Deed:
     what: str
     unit: str
     num_bytes: int = 0
+
+    @property
+    def travels(self) -> bool:
+        """Whether it is a message."""
+        return self.what not in ("compute", "recompute", "drop")
+
+    def replaces(self, last: "Deed") -> bool:
+        """Whether `last`, which came right before, was no more than its beginning: a backward that begins anew."""
+        return self.what == "recompute" and (last.phase, last.what, last.unit) == (self.phase, "compute", self.unit)
 
     def to_json(self) -> dict[str, object]:
         """Its fields."""
@@ -66,6 +64,7 @@ class StepRecord:
     Args:
         ignored: groups whose collectives are no part of the model's step (the agreement's).
         tell: is told of each deed when it begins.
+        blocks: names of the modules that are units where FSDP has none.
     """
 
     def __init__(
@@ -73,6 +72,7 @@ class StepRecord:
         spread: Spread,
         ignored: Sequence[dist.ProcessGroup | None] = (),
         tell: Callable[[Deed], None] = lambda deed: None,
+        blocks: Collection[str] = (),
     ) -> None:
         self._tell = tell
         self._spread = spread
@@ -80,6 +80,9 @@ class StepRecord:
         self._axes = _axis_names(spread)
         self._deeds: list[Deed] = []
         self._context: tuple[str, str] | None = None  # (kind, unit) of what FSDP does now
+        self._blocks = frozenset(blocks)
+        self._block = ""  # that runs, or whose backward does
+        self._outside = False  # a block has ended: what is computed next is of the rest
         self._backward_seen = False
         self._buckets = 0
 
@@ -89,9 +92,10 @@ class StepRecord:
         found: list[Deed] = []
         for deed in self._deeds:
             last = found[-1] if found else None
-            travels = deed.what not in ("compute", "drop")
-            if last and travels and (last.phase, last.what, last.unit) == (deed.phase, deed.what, deed.unit):
+            if last and deed.travels and (last.phase, last.what, last.unit) == (deed.phase, deed.what, deed.unit):
                 found[-1] = Deed(deed.phase, deed.what, deed.unit, last.num_bytes + deed.num_bytes)
+            elif last and deed.replaces(last):
+                found[-1] = deed
             else:
                 found.append(deed)
         return found
@@ -105,20 +109,56 @@ class StepRecord:
     def recording(self) -> Iterator[None]:
         """Look on inside."""
         with ExitStack() as stack:
-            sharded = False
-            for which, module in self._spread.modules.items():
-                for group, unit, members in find_units(module, which):
-                    sharded = True
-                    stack.callback(self._watch_unit(group, unit, members))
-            if not sharded:
-                for module in self._spread.modules.values():
-                    stack.callback(module.register_forward_pre_hook(lambda *_: self._enter(MODEL)).remove)
-                    stack.callback(module.register_forward_hook(self._watch_output).remove)
-            stack.enter_context(Collectives(self._collective))
+            units = [unit for which, module in self._spread.modules.items() for unit in find_units(module, which)]
+            for group, unit, members in units:
+                stack.callback(self._watch_unit(group, unit, members))
+            if not units:
+                for which, module in self._spread.modules.items():
+                    # Copies of nn.DataParallel run at once, each in a thread: of these only the whole is followed.
+                    apart = isinstance(module, nn.DataParallel)
+                    self._watch_blocks(which, module if apart else self._spread.bare(which), stack, apart=apart)
+            stack.enter_context(Collectives(self._collective, (lambda: None) if units else self._computes))
             yield
 
+    def _watch_blocks(self, which: str, module: nn.Module, stack: ExitStack, *, apart: bool) -> None:
+        """Put an eye on a model and its blocks, until `stack` is closed."""
+        blocks = {} if apart else {n: m for n, m in module.named_modules(prefix=which) if n in self._blocks}
+        stack.callback(module.register_forward_pre_hook(lambda *_: self._enter("")).remove)
+        for name, block in blocks.items():
+            stack.callback(watch_block(block, partial(self._begin, name), partial(self._end, name)))
+            stack.callback(watch_again(block, partial(self._again, name)))
+
+    def _begin(self, block: str) -> None:
+        self._block, self._outside = block, False
+        self._note("compute", block)
+
+    def _end(self, block: str) -> None:
+        if self._block == block:
+            self._block, self._outside = "", True
+
+    @contextmanager
+    def _again(self, unit: str) -> Iterator[None]:
+        """Inside, a forward is run again; behind it the backward goes on."""
+        self._note("recompute", unit)
+        try:
+            yield
+        finally:
+            self._note("compute", unit)
+
+    def _computes(self) -> None:
+        """Something is computed; by what no block is, where a block has ended or a backward begins."""
+        backward = in_backward()
+        if (backward and not self._backward_seen) or (self._outside and (backward or not self._backward_seen)):
+            self._block, self._outside = "", False
+            self._note("compute", self._around)
+
+    @property
+    def _around(self) -> str:
+        """What is no block."""
+        return REST if self._blocks else MODEL
+
     def _note(self, what: str, unit: str, num_bytes: int = 0) -> None:
-        backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward()
         self._backward_seen |= backward
         phase = "backward" if backward else "update" if self._backward_seen else "forward"
         self._deeds.append(Deed(phase, what, unit, num_bytes))
@@ -126,22 +166,23 @@ class StepRecord:
 
     def _go_forward(self) -> None:
         """Outside of a backward, a forward begins or goes on: that of the next micro-step where one went before."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self._backward_seen = False
 
     def _enter(self, unit: str) -> None:
+        """A forward begins, of a unit or of a model with all that is around its blocks (""): a member or all of it."""
         self._go_forward()
-        self._note("compute", unit)
+        self._block, self._outside = "" if unit == REST else unit, False
+        self._note("compute", unit or self._around)
 
-    def _watch_output(self, module: nn.Module, inputs: object, output: object) -> None:
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: self._note("compute", MODEL))
-                return
+    def _leave(self, *_: object) -> None:
+        self._block = ""
 
     def _watch_unit(self, group: Any, unit: str, members: Sequence[nn.Module]) -> Callable[[], None]:
         """Put an eye on FSDP's methods of one unit; returns what takes it away."""
         hooks = [member.register_forward_pre_hook(lambda *_: self._enter(unit)) for member in members]
+        hooks += [member.register_forward_hook(self._leave) for member in members]
+        again = [watch_again(member, partial(self._again, unit)) for member in members]
         unshard, post_backward, pre_backward = group.unshard, group.post_backward, group.pre_backward
         to_sharded = group._to_sharded
 
@@ -154,6 +195,7 @@ class StepRecord:
             first = group._training_state.name != "PRE_BACKWARD"
             pre_backward(*args)
             if first:
+                self._block = "" if unit == REST else unit
                 self._note("compute", unit)
 
         group.unshard = self._inside(unshard, "gather", unit)
@@ -163,6 +205,8 @@ class StepRecord:
         def leave() -> None:
             for hook in hooks:
                 hook.remove()
+            for forget in again:
+                forget()
             group.unshard, group.post_backward, group.pre_backward = unshard, post_backward, pre_backward
             group._to_sharded = to_sharded
 
@@ -177,6 +221,8 @@ class StepRecord:
                 return method(*args, **kwargs)
             finally:
                 self._context = outer
+                if kind == "reduce" and self._block == unit:
+                    self._block = ""
 
         return call
 
@@ -189,66 +235,13 @@ class StepRecord:
             exchanged = "all-reduce" if what == "all-reduce" else "reduce-scatter"
             self._note("gather" if kind == "gather" else exchanged, unit, num_bytes)
             return
-        unit = f"over {self._axes.get(group.group_name, 'all processes')}"
+        asked = f"{self._block} " if in_backward() or not self._backward_seen else ""
+        unit = f"{asked.lstrip()}over {self._axes.get(group.group_name, 'all processes')}"
         reducing = self._spread.mesh.gradient_group
-        if torch._C._current_graph_task_id() != -1 and reducing is not None and group.group_name == reducing.group_name:
+        if in_backward() and reducing is not None and group.group_name == reducing.group_name:
             self._buckets += 1
-            unit = f"bucket {self._buckets}"
+            unit = f"{BUCKET}{self._buckets}"
         self._note(what, unit, num_bytes)
-
-
-@final
-class Collectives(TorchDispatchMode):
-    """Tells of every collective that is dispatched inside: torch's name for it, its group, its arguments."""
-
-    def __init__(self, tell: Callable[[str, dist.ProcessGroup, Sequence[Any]], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tell = tell
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is DEVICE_OF:
-            return args[0].device  # of tensors without memory this comes as often as all else together
-        if func.namespace == "_c10d_functional":
-            found = func(*args, **(kwargs or {}))
-            call = stands_for(func._schema.name, args, found)
-            if call is not None:
-                self._tell(*call)
-            return found
-        if func.namespace == "c10d":
-            boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
-            if boxed is not None and func._schema.name != "c10d::barrier":
-                self._tell(func._schema.name.removeprefix("c10d::"), dist.ProcessGroup.unbox(boxed), args)
-        return func(*args, **(kwargs or {}))
-
-
-def collective_name(name: str) -> str:
-    """For people, of a collective as torch dispatches it."""
-    return _NAMES.get(name, name.strip("_"))
-
-
-def received_bytes(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> int:
-    """Bytes that this rank receives in a collective, given as torch dispatches it."""
-    size = group.size()
-    first = _nbytes(args[0])
-    if name == "allreduce_":
-        return first * 2 * (size - 1) // size
-    if name == "broadcast_":
-        return 0 if args[2] == group.rank() else first
-    if name in ("_allgather_base_", "allgather_"):
-        return first - _nbytes(args[1])
-    if name == "_reduce_scatter_base_":
-        return first * (size - 1)
-    if name == "alltoall_base_":
-        splits = args[3]
-        own = first // size if not splits else first * splits[group.rank()] // max(1, sum(splits))
-        return first - own
-    return 0 if name == "send" else first
-
-
-def _nbytes(value: object) -> int:
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _axis_names(spread: Spread) -> dict[str, str]:

@@ -22,7 +22,7 @@ from allranks.rehearsing.host_memory import Noted, beside_host
 from allranks.rehearsing.hurried import hurried
 from allranks.rehearsing.ledger import Ledger, Stored
 from allranks.rehearsing.micro_steps import FewMicroSteps, fewer_micro_steps, list_each
-from allranks.rehearsing.moments import list_moments, note_deed
+from allranks.rehearsing.moments import homes_of_buckets, list_moments, note_deed
 from allranks.rehearsing.places import LOSS, UPDATE
 from allranks.rehearsing.rank_step import RankStep, assemble_rank, environment_of, mark_state, processes_of
 from allranks.rehearsing.refusals import explain, starting
@@ -219,7 +219,7 @@ def _watch(asked: _Asked, there: _Assembled, *, full: bool, waits: bool) -> Rank
         sequence=tuple(message for stretch in ledger.stretches for message in stretch.messages),
         flops=add_flops(ledger.stretches, repeats),
         findings=find_own(task.hints(), spread, told.batch.micro_steps[0].batch, told.passes.unreached),
-        moments=list_moments(resting, ledger.stretches, repeats),
+        moments=list_moments(resting, ledger.stretches, repeats, homes_of_buckets(spread, shortened)),
         works=list_works(ledger.stretches, repeats),
         micro_steps=len(told.batch.micro_steps) + few.number - few.traced,
         traced_micro_steps=len(told.batch.micro_steps),
@@ -243,7 +243,7 @@ def _record_step(task: Task, told: RankStep, watch: Watch, ledger: Ledger, block
     told.passes.recording = True
     with collecting_new():
         ledger.begin("start")
-        record = StepRecord(told.spread, (told.processes.agreement,), lambda deed: note_deed(ledger, deed))
+        record = StepRecord(told.spread, (told.processes.agreement,), lambda deed: note_deed(ledger, deed), blocks)
         with record.recording():
             _make_step(task, told, watch, told.run)
         ledger.end()

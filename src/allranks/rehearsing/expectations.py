@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from allranks.rehearsing.formulas import daly_interval, expected_goodput
-from allranks.simulation import DAY, FailureModel, Operation, Outcome
+from allranks.simulation import DAY, FailureModel, Operation, Outcome, Scope
 from allranks.units import format_seconds
 
 LEFT_AT_END = 0.005
@@ -31,7 +31,7 @@ def with_interval(operation: Operation, every_seconds: float, step_seconds: floa
 
 def mean_seconds_between(operation: Operation, model: FailureModel) -> float:
     """MTBF of the whole run; infinite where nothing fails."""
-    per_second = model.per_1000_node_days * operation.nodes / (1000 * DAY)
+    per_second = model.per_second(operation.nodes)
     return 1 / per_second if per_second else math.inf
 
 
@@ -48,6 +48,10 @@ def closed_form(operation: Operation, model: FailureModel) -> tuple[float | None
     tier = operation.tiers[-1]
     if len(operation.tiers) > 1 or model.stragglers_per_1000_node_days:
         return None, "the formula knows one tier of checkpoints and no stragglers"
+    if bursts := [part.name for part in model.components if part.burst_failures]:
+        return None, f"the formula takes failures at a constant rate: those of {', '.join(bursts)} come in bursts"
+    if rows := [part.name for part in model.components if part.scope == Scope.ROW and part.per_1000_node_days]:
+        return None, f"the formula has a spare for every lost node: {', '.join(rows)} takes a row of racks at once"
     mean = mean_seconds_between(operation, model)
     lost = min(1.0, tier.every_seconds / 2 / mean)
     at_end = tier.every_seconds / 2 * lost / operation.seconds
@@ -58,14 +62,36 @@ def closed_form(operation: Operation, model: FailureModel) -> tuple[float | None
         )
     down = operation.detect_seconds + operation.restart_seconds + tier.load_seconds + tier.lag_seconds
     found = expected_goodput(1 / mean, down, tier.every_seconds, tier.stopped_seconds)
-    return found, "Daly, FGCS 2006; with spares for every failure"
+    spares = "with spares for every failure"
+    if model.per_1000_days:
+        found /= 1 + _outages(operation, model)
+        spares += ", and the cluster's repairs waited for"
+    return found, f"Daly, FGCS 2006; {spares}"
+
+
+def _outages(operation: Operation, model: FailureModel) -> float:
+    """Seconds waited for the repair of the whole cluster, to each second in which it is there.
+
+    A repair that ends before the run would be up again delays nothing. A longer one, from the failure on, takes the
+    place of the detection; behind it the run starts as after any failure. While nothing is there, nothing fails.
+    """
+    found = 0.0
+    up = operation.detect_seconds + operation.restart_seconds + operation.tiers[-1].load_seconds
+    for part in model.components:
+        if part.per_1000_days and part.repair_seconds:
+            beyond = math.exp(-up / part.repair_seconds) * (up + part.repair_seconds - operation.detect_seconds)
+            found += part.per_1000_days / (1000 * DAY) * beyond
+    return found
 
 
 def enough_spares(nodes: int, model: FailureModel) -> int:
-    """Spares that 999 of 1000 moments need: the normal quantile of how many nodes are out at once."""
+    """Spares that 999 of 1000 moments need: the normal quantile of how many nodes are out at once.
+
+    Not of a row or of all: nobody keeps spares for these, or could.
+    """
     mean, spread = 0.0, 0.0
     for part in model.components:
-        lost = (0, 1, model.rack_nodes)[part.scope]
+        lost = (0, 1, model.rack_nodes, 0, 0)[part.scope]
         out = part.per_1000_node_days * nodes / (1000 * DAY) * part.repair_seconds
         mean, spread = mean + out * lost, spread + out * lost**2
     return math.ceil(mean + 3.1 * math.sqrt(spread)) if mean else 0

@@ -2,9 +2,9 @@
 
 import difflib
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from allranks.config_toml import read_toml
 from allranks.errors import ConfigError
@@ -13,6 +13,9 @@ from allranks.simulation import Component, FailureModel, Scope
 HOUR = 3600.0
 NODE_REPAIR, SWITCH_REPAIR = 24 * HOUR, 4 * HOUR
 """Seconds until nodes are back. No public source gives them for these clusters: assumed, and said so in the notes."""
+
+MOST_IN_BURST = 0.95
+"""Further failures that one brings in the mean: with 1 a burst would never end."""
 
 _LLAMA3_NODE_DAYS = 16384 / 8 * 54
 _LLAMA3 = (
@@ -40,7 +43,7 @@ are ours: what software ends leaves the nodes, and a switch takes the rack of tw
 
 
 def _repair(scope: Scope) -> float:
-    return {Scope.PROCESS: 0.0, Scope.NODE: NODE_REPAIR, Scope.RACK: SWITCH_REPAIR}[scope]
+    return {Scope.NODE: NODE_REPAIR, Scope.RACK: SWITCH_REPAIR}.get(scope, 0.0)
 
 
 def _of_nodes(name: str, rate: float, source: str) -> FailureModel:
@@ -72,9 +75,23 @@ class _Table(BaseModel):
 
 class _ComponentTable(_Table):
     name: str
-    per_1000_node_days: float = Field(ge=0, le=100_000)
-    scope: Literal["process", "node", "rack"] = "node"
+    per_1000_node_days: float = Field(default=0.0, ge=0, le=100_000)
+    per_1000_days: float = Field(default=0.0, ge=0, le=100_000)
+    scope: Literal["process", "node", "rack", "row", "cluster"] = "node"
     repair_hours: float = Field(default=NODE_REPAIR / HOUR, ge=0, le=24 * 365)
+    burst_failures: float = Field(default=0.0, ge=0, le=MOST_IN_BURST)
+    burst_hours: float = Field(default=1.0, gt=0, le=24 * 365)
+
+    @model_validator(mode="after")
+    def _has_its_rate(self) -> Self:
+        own, other = "per_1000_node_days", "per_1000_days"
+        if self.scope == "cluster":
+            own, other = other, own
+        if other in self.model_fields_set:
+            raise ValueError(f'{other} is not for scope = "{self.scope}", whose rate is {own}')
+        if own not in self.model_fields_set:
+            raise ValueError(f'scope = "{self.scope}" needs {own}')
+        return self
 
 
 class _StragglerTable(_Table):
@@ -85,6 +102,7 @@ class _StragglerTable(_Table):
 
 class _File(_Table):
     rack_nodes: int = Field(default=2, ge=1)
+    row_nodes: int = Field(default=32, ge=1)
     source: str = ""
     component: list[_ComponentTable] = Field(min_length=1)
     stragglers: _StragglerTable | None = None
@@ -142,13 +160,21 @@ def _left_out(file: _File, path: str) -> tuple[str, ...]:
     said = [f"repair_hours = {silent[0].repair_hours:g} ({', '.join(one.name for one in silent)})"] if silent else []
     if "rack_nodes" not in file.model_fields_set and any(one.scope == "rack" for one in file.component):
         said.append(f"rack_nodes = {file.rack_nodes}")
+    if "row_nodes" not in file.model_fields_set and any(one.scope == "row" for one in file.component):
+        said.append(f"row_nodes = {file.row_nodes}")
+    bursts = [one for one in file.component if one.burst_failures and "burst_hours" not in one.model_fields_set]
+    if bursts:
+        said.append(f"burst_hours = {bursts[0].burst_hours:g} ({', '.join(one.name for one in bursts)})")
     if (slow := file.stragglers) is not None:
         keys = [key for key in ("slowdown", "hours") if key not in slow.model_fields_set]
         said += [f"stragglers.{key} = {getattr(slow, key):g}" for key in keys]
     idle = [one.name for one in file.component if one.scope == "process" and "repair_hours" in one.model_fields_set]
+    alone = [one.name for one in file.component if not one.burst_failures and "burst_hours" in one.model_fields_set]
     found = [f"{', '.join(said)}, which is assumed, because {path} does not say"] if said else []
     if idle:
         found.append(f"repair_hours of {', '.join(idle)} has no effect, because what ends a process leaves its node")
+    if alone:
+        found.append(f"burst_hours of {', '.join(alone)} has no effect, because burst_failures is 0")
     return tuple(found)
 
 
@@ -157,10 +183,19 @@ def _model_of(file: _File, path: Path) -> FailureModel:
     return FailureModel(
         path.stem,
         tuple(
-            Component(one.name, one.per_1000_node_days, Scope[one.scope.upper()], one.repair_hours * HOUR)
+            Component(
+                one.name,
+                one.per_1000_node_days,
+                Scope[one.scope.upper()],
+                one.repair_hours * HOUR,
+                per_1000_days=one.per_1000_days,
+                burst_failures=one.burst_failures,
+                burst_seconds=one.burst_hours * HOUR,
+            )
             for one in file.component
         ),
         rack_nodes=file.rack_nodes,
+        row_nodes=file.row_nodes,
         stragglers_per_1000_node_days=slow.per_1000_node_days,
         straggler_slowdown=slow.slowdown,
         straggler_seconds=slow.hours * HOUR,

@@ -1,5 +1,6 @@
 """What goes wrong and when, drawn once for a simulated run: every Operation that is compared lives through the same."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -7,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allranks.errors import ConfigError
-from allranks.simulation import DAY, FailureModel, Scope
+from allranks.simulation import DAY, Component, FailureModel, Scope
 from allranks.units import format_bytes
 
 BINS = 8192
@@ -53,8 +54,10 @@ class Histories:
 
 def check_room(model: FailureModel, nodes: int, seconds: float, num_runs: int) -> int:
     """How many failures are drawn for each run; ConfigError where those of all are more than MOST_BYTES."""
-    mean = model.per_1000_node_days * nodes / (1000 * DAY) * seconds
-    events = int(mean + 8 * mean**0.5) + 10
+    mean = model.per_second(nodes) * seconds
+    # Of bursts the number varies more: its variance is mean / (1 - b)^2 (A. G. Hawkes, Biometrika 58 (1971)).
+    burst = max((part.burst_failures for part in model.components), default=0.0)
+    events = int(mean + 8 * mean**0.5 / (1 - burst)) + 10
     of_one = events * EVENT_BYTES + (BINS + 1) * 8
     if num_runs * of_one > MOST_BYTES:
         most = int(MOST_BYTES // of_one)
@@ -69,28 +72,70 @@ def check_room(model: FailureModel, nodes: int, seconds: float, num_runs: int) -
 def draw_histories(model: FailureModel, nodes: int, seconds: float, num_runs: int, seed: int) -> Histories:
     """Failures as independent Poisson processes, one a component, over `nodes` nodes; repairs exponential.
 
+    A component that comes in bursts has as many failures in the mean as it says: some of them bring the others.
+
     Raises:
         ConfigError: they are more than a laptop's memory holds.
     """
     random = np.random.default_rng(seed)
-    rate = model.per_1000_node_days * nodes / (1000 * DAY)
+    parts = model.components or (Component("", 0.0, Scope.PROCESS, 0.0),)
+    # In units of 1 / (1000 node-days): of those that nothing brings.
+    rates = np.array([(part.per_1000_node_days + part.per_1000_days / nodes) * _first(part) for part in parts])
+    rate = rates.sum() * nodes / (1000 * DAY)
     shape = (num_runs, check_room(model, nodes, seconds, num_runs))
     gaps = random.exponential(1.0, shape) / rate if rate > 0 else np.full(shape, np.inf)
     times = np.cumsum(gaps, axis=1)
     times[:, -1] = np.inf
-    rates = np.array([part.per_1000_node_days for part in model.components] or [1.0])
     which = random.choice(len(rates), shape, p=rates / rates.sum()) if rate > 0 else np.zeros(shape, np.int64)
-    scopes = np.array([part.scope for part in model.components] or [Scope.PROCESS])
-    repair = np.array([part.repair_seconds for part in model.components] or [0.0])
+    if any(part.burst_failures for part in parts):
+        times, which = _draw_bursts(parts, times, which, seconds, random)
+    scopes = np.array([part.scope for part in parts])[which]
+    repair = np.array([part.repair_seconds for part in parts])
+    places = random.random(times.shape)
     return Histories(
         nodes=nodes,
         seconds=seconds,
         times=times,
-        scopes=scopes[which],
-        places=random.random(shape),
-        repairs=random.exponential(1.0, shape) * repair[which],
+        scopes=scopes,
+        places=np.where(scopes == Scope.CLUSTER, 0.0, places),  # it hits whoever there is
+        repairs=random.exponential(1.0, times.shape) * repair[which],
         slow=_draw_slow(model, nodes, seconds, num_runs, random),
     )
+
+
+def _first(part: Component) -> float:
+    """The share of a component's failures that no other one brings."""
+    return 1 - part.burst_failures
+
+
+def _draw_bursts(
+    parts: Sequence[Component], times: Array, which: Array, seconds: float, random: np.random.Generator
+) -> tuple[Array, Array]:
+    """(times, component) with what each failure brings, and what that brings, until nothing more comes in time.
+
+    Source: A. G. Hawkes, D. Oakes, A cluster process representation of a self-exciting process, JAP 11 (1974).
+    """
+    more = np.array([part.burst_failures for part in parts])
+    delay = np.array([part.burst_seconds for part in parts])
+    runs, places = np.nonzero(times < seconds)
+    newest = runs, times[runs, places], which[runs, places]
+    found = [newest]
+    while len(newest[0]):
+        number = random.poisson(more[newest[2]])
+        runs, begun, kind = (np.repeat(values, number) for values in newest)
+        begun = begun + random.exponential(1.0, len(begun)) * delay[kind]
+        inside = begun < seconds
+        newest = runs[inside], begun[inside], kind[inside]
+        found.append(newest)
+    runs, begun, kind = (np.concatenate(values) for values in zip(*found, strict=True))
+    order = np.lexsort((begun, runs))
+    runs, begun, kind = runs[order], begun[order], kind[order]
+    each = np.bincount(runs, minlength=len(times))
+    shape = len(times), int(each.max(initial=0)) + 1
+    places = np.arange(len(runs)) - np.repeat(np.cumsum(each) - each, each)
+    all_times, all_kinds = np.full(shape, np.inf), np.zeros(shape, np.int64)
+    all_times[runs, places], all_kinds[runs, places] = begun, kind
+    return all_times, all_kinds
 
 
 def _draw_slow(model: FailureModel, nodes: int, seconds: float, num_runs: int, random: np.random.Generator) -> Array:

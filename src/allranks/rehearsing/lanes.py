@@ -24,16 +24,16 @@ class Lanes:
     Args:
         operations: of the same length in time and the same number of tiers.
         histories: drawn for at least as many nodes as the largest operation has, spares included.
-        rack_nodes, slowdown: of the FailureModel.
+        rack_nodes, row_nodes, slowdown: of the FailureModel.
     """
 
     def __init__(
-        self, operations: Sequence[Operation], histories: Histories, *, rack_nodes: int, slowdown: float
+        self, operations: Sequence[Operation], histories: Histories, *, rack_nodes: int, row_nodes: int, slowdown: float
     ) -> None:
         num_runs = len(histories.times)
         self.histories = histories
         self.runs = np.tile(np.arange(num_runs), len(operations))
-        self.lost_nodes = np.array([0, 1, rack_nodes])
+        self.lost_nodes = np.array([0, 1, rack_nodes, row_nodes, np.inf])
         self.slow_share = slowdown / (1 + slowdown)
         self.any_slow = bool(histories.slow.any())
 
@@ -112,7 +112,7 @@ class Lanes:
     def _fail(self, lanes: Array) -> None:
         """The next failure of these lanes: it hits the run, idle spares alone, or a node that is not there.
 
-        A rack takes its first node and then idle spares as far as they go: more than these are the run's.
+        A rack and a row take their first node and then idle spares as far as they go: more than these are the run's.
         """
         history, runs, event = self.histories, self.runs[lanes], self.event[lanes]
         scope, place = history.scopes[runs, event], history.places[runs, event] * history.nodes

@@ -23,8 +23,8 @@ WHO_SKIP = ("/stepping/optimizer.py", "/stepping/ema.py")
 PUT_BACK = ("buffers_kept", "put_back")
 """Of stepping, what gives buffers their values again: after a pass that does not count, or a step that is left out."""
 REHEARSING = f"{PACKAGE}/rehearsing/"
-RECORD = f"{PACKAGE}/parallel/step_record.py"
-"""Looks on, as the rehearsal does, and asks for nothing."""
+RECORD = f"{PACKAGE}/parallel/step_record.py", f"{PACKAGE}/parallel/seen_collectives.py"
+"""Look on, as the rehearsal does, and ask for nothing."""
 LOSS = "loss"
 """The place of what runs in a forward outside of all modules: the Task's loss."""
 UPDATE = "the update"
@@ -132,7 +132,7 @@ def line_that_asked() -> str:
     ours = ""
     for frame in _frames():
         code = frame.f_code
-        if code.co_filename.startswith((TORCH, "<", RECORD, REHEARSING)):
+        if code.co_filename.startswith((TORCH, "<", *RECORD, REHEARSING)):
             continue
         if not code.co_filename.startswith(PACKAGE) or code.co_filename.startswith(f"{PACKAGE}/models/"):
             if not _is_outer(code):
@@ -153,7 +153,7 @@ def answer_to_engine() -> float | None:
     by_optimizer = False  # torch's, which reads its own numbers
     for frame in _frames():
         name = frame.f_code.co_filename
-        if name.startswith((TORCH, "<", RECORD, f"{PACKAGE}/rehearsing/w")):
+        if name.startswith((TORCH, "<", *RECORD, f"{PACKAGE}/rehearsing/w")):
             by_optimizer = by_optimizer or name.startswith(f"{TORCH}/optim/")
             continue
         if not name.startswith(ENGINE) or name.endswith("/rehearsing/named.py"):

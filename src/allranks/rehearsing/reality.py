@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from allranks.data.micro_step import StepBatch
 from allranks.parallel.replicate import REPLICAS
-from allranks.parallel.step_record import Collectives, collective_name, received_bytes
+from allranks.parallel.seen_collectives import Collectives, collective_name, received_bytes
 from allranks.rehearsing.gloo_lag import GlooAtRest
 from allranks.rehearsing.groups import GroupNames
 from allranks.rehearsing.rank_step import local

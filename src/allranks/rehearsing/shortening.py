@@ -5,7 +5,7 @@ block next to them did stands for each of them (`Shortened.times`): in the middl
 The ends of a run are no measure, since FSDP gathers ahead there, or has nothing more to gather.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from allranks.errors import LayoutError
-from allranks.parallel.blocks import find_blocks
+from allranks.parallel.blocks import search_blocks
 from allranks.parallel.equal_blocks import kinds_of
 from allranks.parallel.held_back import parameter_groups
 from allranks.parallel.spread import Spread
@@ -51,7 +50,8 @@ def shorten(spread: Spread, hints: Sequence[str], *, full: bool) -> Shortened:
     found = Shortened()
     modules = {which: spread.bare(which) for which in spread.modules}
     names: list[str] = []
-    for which, blocks in _find_blocks(modules, hints).items():
+    # A layout that looks for blocks, and found none, has been refused before.
+    for which, blocks in search_blocks(modules, hints).items():
         own = [name for name in blocks if runs(name)]
         for run in [] if full or len(modules) > 1 else equal_runs(modules[which], own, begins):
             _leave_out(modules[which], run, found)
@@ -59,13 +59,6 @@ def shorten(spread: Spread, hints: Sequence[str], *, full: bool) -> Shortened:
     _let_be(modules.values(), found.absent)
     found.blocks = tuple(names)
     return found
-
-
-def _find_blocks(modules: Mapping[str, nn.Module], hints: Sequence[str]) -> dict[str, list[str]]:
-    try:
-        return find_blocks(modules, hints)
-    except LayoutError:
-        return find_blocks(modules)  # a layout that looks for them has been refused before
 
 
 def equal_runs(module: nn.Module, blocks: Sequence[str], begins: Collection[str] = ()) -> list[list[str]]:

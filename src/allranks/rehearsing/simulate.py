@@ -109,7 +109,9 @@ def run_all(operations: Sequence[Operation], model: FailureModel, num_runs: int,
     """What comes of each operation; all live through the same failures, as far as they have the nodes."""
     nodes = max(one.nodes + one.spares for one in operations)
     histories = draw_histories(model, nodes, operations[0].seconds, num_runs, seed)
-    lanes = Lanes(operations, histories, rack_nodes=model.rack_nodes, slowdown=model.straggler_slowdown)
+    lanes = Lanes(
+        operations, histories, rack_nodes=model.rack_nodes, row_nodes=model.row_nodes, slowdown=model.straggler_slowdown
+    )
     lanes.live()
     return [_outcome(one, place, lanes, histories) for place, one in enumerate(operations)]
 

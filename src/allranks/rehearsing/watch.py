@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from allranks.losses import ChunkedHead
 from allranks.parallel.functional_calls import NAMESPACE, Call, stands_for
+from allranks.parallel.seen_collectives import DEVICE_OF, collective_name, received_bytes
 from allranks.parallel.spread import Spread
-from allranks.parallel.step_record import DEVICE_OF, collective_name, received_bytes
 from allranks.profiling.fakes import run_kernel
 from allranks.profiling.kernels import count_flops
 from allranks.rehearsal import Category

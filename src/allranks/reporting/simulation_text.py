@@ -150,4 +150,8 @@ def say_source(found: Simulation) -> str:
     """Whose failures they are, and how many runs were simulated."""
     model = found.failures
     rate = f"{model.per_1000_node_days:.2f} failures in 1000 node-days"
+    if model.per_1000_days:
+        rate += f" and {model.per_1000_days:.2f} of the whole cluster in 1000 days"
+    if bursts := [part.name for part in model.components if part.burst_failures]:
+        rate += f", in bursts those of {', '.join(bursts)}"
     return f"{rate} ({model.source}); {found.chosen.num_runs} runs simulated"

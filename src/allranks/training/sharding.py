@@ -12,6 +12,7 @@ from allranks.errors import DataError
 from allranks.launching.environment import read_environment
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.backend import choose_device, start, stop
+from allranks.parallel.blocks import search_blocks
 from allranks.parallel.step_record import Deed, StepRecord
 from allranks.request import TrainRequest
 from allranks.stepping.session import Session, assemble
@@ -54,7 +55,7 @@ def record_here(request: TrainRequest, reply: Connection) -> int:
     try:
         processes = gather_processes(environment, choice, layout)
         session = assemble(prepared.task, prepared.config, processes, Stopwatch(), lambda: (False, False))
-        deeds, micro_steps = record_step(session)
+        deeds, micro_steps = record_step(session, prepared.task.hints().blocks)
         told = {"deeds": [deed.to_json() for deed in deeds], "micro_steps": micro_steps}
         reply.send_bytes(json.dumps(told).encode())
     finally:
@@ -62,16 +63,21 @@ def record_here(request: TrainRequest, reply: Connection) -> int:
     return 0
 
 
-def record_step(session: Session) -> tuple[list[Deed], int]:
+def record_step(session: Session, patterns: Sequence[str] = ()) -> tuple[list[Deed], int]:
     """(what this rank does in the last micro-step of a step and in its update, micro-steps of a step); collective.
 
     Two steps are made unseen: DDP orders its buckets anew after the first. All feed the first batch.
+
+    Args:
+        patterns: `hints().blocks`, which say what the units are where FSDP has none.
 
     Raises:
         DataError: there is no batch.
     """
     spread = session.spread
-    record = StepRecord(spread, (session.processes.agreement,))
+    blocks = search_blocks({which: spread.bare(which) for which in spread.modules}, patterns)
+    names = [f"{which}.{name}" if which else name for which in blocks for name in blocks[which]]
+    record = StepRecord(spread, (session.processes.agreement,), blocks=names)
     synchronise = spread.synchronise
 
     def begin_last(last: bool) -> None:
