@@ -82,7 +82,7 @@ def test_what_misses_or_is_not_all_is_said() -> None:
     assert "within 2% in 1 of 2 ranks" in summary(document(0.0, 0.03))
     assert "| 2% | no |" in line(document(0.0, 0.03)) and "| 2% | no |" in line(document(0.0, messages=False))
     assert list(section(document(0.0, messages=False)))[-1].endswith("**differ** |")
-    assert "1 configurations of the 40 that the program lists" in summary(document(0.0, listed=40))
+    assert "1 configuration of the 40 that the program lists" in summary(document(0.0, listed=40))
 
 
 def test_the_stored_run_is_of_what_the_program_compares(cases: list[Case]) -> None:
