@@ -5,6 +5,7 @@ How many tokens travel is then known before they do: what a dry run says of them
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from allranks.benchmarking.subject import NUM_EXPERTS, SIZES, TOP_K, Subject
 from allranks.models.moe import MoETransformer
@@ -20,6 +21,7 @@ class EvenSubject(Subject):
         from tests.rehearsing.tasks import InTurn
 
         model = super().model()
-        for block in model.layers:
+        blocks: Any = model.layers
+        for block in blocks:
             block.feed_forward.router = InTurn(SIZES[self.size].hidden, NUM_EXPERTS, TOP_K)
         return model

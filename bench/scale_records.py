@@ -67,13 +67,18 @@ class Reduced(TorchDispatchMode):
     """Keeps a copy of every tensor that goes into an all-reduce."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.tensors: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.c10d.allreduce_.default:
             self.tensors += [tensor.clone() for tensor in args[0]]
         return func(*args, **(kwargs or {}))
+
+    def only(self) -> torch.Tensor:
+        """The one that there was."""
+        (tensor,) = self.tensors
+        return tensor
 
 
 def ballot(rank: int, ledger: int) -> Ballot:
@@ -87,8 +92,7 @@ def brought(ranks: int, rank: int, ledger: int, stages: int) -> torch.Tensor:
         Agreement(group, torch.device("cpu"), stage=rank * stages // ranks, num_stages=stages).start(
             ballot(rank, ledger)
         )
-    (vector,) = reduced.tensors
-    return vector
+    return reduced.only()
 
 
 def agreement(ranks: Sequence[int], stages: int = 1) -> Iterator[Row]:

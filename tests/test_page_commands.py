@@ -12,7 +12,6 @@ from tests.test_documentation import ROOT, blocks
 
 ROOMS = ("how-to", "tutorial")
 RUN = {
-    "how-to/describe-your-cluster.md": "planning/test_cluster_file.py",
     "how-to/own-loop.md": "examples/test_pages.py",
     "how-to/placement.md": "distributed/test_placement_runs.py",
     "how-to/plan.md": "test_plan_pages.py",
@@ -31,6 +30,7 @@ RUN = {
 NOT_RUN = {
     "how-to/break-it-on-purpose.md": "chaos of 20 kills takes minutes; tests/surviving run it with few",
     "how-to/copies-in-memory.md": "two hosts, or a run of hundreds of steps",
+    "how-to/describe-your-cluster.md": "calibrates the machine for minutes; tests/cli measure it for seconds",
     "how-to/experts.md": "needs a mixture of experts as task.py, on up to four processes",
     "how-to/guards.md": "a run of 10,000 steps",
     "how-to/import-a-model.md": "needs somebody's weights.pt",
