@@ -19,6 +19,13 @@ AXES = ("dp", "tp", "cp", "pp", "ep")
 Case = tuple[str, int, tuple[str, ...]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """Fake tensors import this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    importlib.import_module("torch._dynamo")
+
+
 @pytest.fixture
 def cases(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
     """What the program compares."""
@@ -75,7 +82,7 @@ def test_the_figures_are_those_of_the_rank_that_is_told_worst() -> None:
     assert "On 2026-11-29, commit `abc`" in summary(told) and "the program lists" not in summary(told)
     assert line(told).startswith(" 2 ranks within 1.30%, messages the same in 2;")
     assert line(told).endswith("| 2% | yes | 2026-11-29 |")
-    assert list(section(told))[-1] == "| `tp=2` |  | 2 | 1 GB | -1.30% | the same |"
+    assert list(section(told))[-1] == "| `tp=2` |  | 2 | 1.0 GB | -1.30% | the same |"
 
 
 def test_what_misses_or_is_not_all_is_said() -> None:

@@ -58,11 +58,12 @@ def summary(document: Mapping[str, Any]) -> str:
     rows: Sequence[Row] = document["rows"]
     found, worst = configurations(rows), furthest(rows)
     near, same = sum(abs(row["error"]) <= GOAL for row in rows), sum(row["messages"] for row in rows)
-    processes = sorted({row["processes"] for row in rows})
+    sizes = [row["processes"] for row in rows]
+    processes = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     of_all = f" of the {document['listed']} that the program lists" if len(found) != document["listed"] else ""
     configured = f"{len(found)} configuration{'s' * (len(found) > 1)}{of_all}"
     return (
-        f"{render_origin(document)} {configured}, on {processes[0]} to {processes[-1]} processes, the first and the "
+        f"{render_origin(document)} {configured}, on {processes} processes, the first and the "
         f"last rank of each: the peak is within {GOAL:.0%} in {near} of {len(rows)} ranks, the furthest "
         f"{worst['error']:+.2%} (`{worst['layout']}`); the messages are the same, by number and bytes, in {same} of "
         f"{len(rows)}."
