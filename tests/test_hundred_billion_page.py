@@ -104,6 +104,30 @@ def test_what_a_dry_run_prints_and_needs(number: int, tmp_path: Path) -> None:
     assert found["processor_seconds"] < (120 if "--remedies" in words else 60)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        ("pp=8,dp_shard=8,recompute=full", {"pp", "dp_shard"}),
+        ("dp_shard=8,tp=8,recompute=full", {"tp", "dp_shard"}),
+    ],
+)
+def test_as_a_pipeline_and_split_it_needs_no_more(layout: str, axes: set[str], tmp_path: Path) -> None:
+    """The layouts of bench/hundred_billion.py that are not on the page."""
+    used, batch = tmp_path / "used.json", ("train.global_batch=512", "train.micro_batch=1")
+    launcher = (sys.executable, str(PROGRAMS / "usage.py"), str(used))
+    words = ("dryrun", "100b", "--cluster", "8x8:a100-80g", "--layout", layout, *batch, "--json")
+    told = json.loads(allranks(*words, folder=tmp_path, check=None, launcher=launcher).stdout)
+    assert told["world_size"] == 64 and not told["findings"]
+    ranks = told["ranks"].values()
+    assert {one["axis"] for rank in ranks for one in rank["collectives"] if one["bytes"] > 1e9} == axes
+    states = [rank["by_category"]["optimizer"] for rank in ranks]
+    assert sum(states) / len(states) == pytest.approx(2 * 4 * 101.6e9 / 64, rel=0.05), "both moments, over all ranks"
+    found = json.loads(used.read_text())
+    assert found["memory_bytes"] < 1e9
+    assert found["processor_seconds"] < 60
+
+
 def test_every_figure_in_the_text_was_printed() -> None:
     wrong = [(figure, text) for text, shown in sections() for figure in FIGURE.findall(text) if figure not in shown]
     assert not wrong

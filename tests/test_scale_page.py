@@ -12,6 +12,7 @@ import pytest
 from tests.commands import environment
 from tools.scale import RESULTS, Growth, extrapolate, table
 
+pytestmark = pytest.mark.timeout(1000)  # the first test waits for the program
 ROOT = Path(__file__).parents[1]
 
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 def rows() -> list[dict[str, Any]]:
     """What the program prints now, at small sizes."""
     command = [sys.executable, str(ROOT / "bench" / "scale.py"), "--quick", "--json"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
     return found
 
@@ -39,9 +40,27 @@ def test_the_program_measures_the_parts_of_the_page(rows: list[dict[str, Any]]) 
     assert len(list(table(stored))) == len(stored) + 2
 
 
-@pytest.mark.full
 def test_the_vector_of_a_step_is_the_same_for_any_number_of_ranks(rows: list[dict[str, Any]]) -> None:
-    assert set(sizes(rows, "agreement")) == {128}
+    """As it goes into the all-reduce of worlds of several sizes; each stage of a pipeline has two numbers in it."""
+    vectors = [row for row in rows if row["part"].startswith("agreement") and "stages" not in row["part"]]
+    assert len({row["number"] for row in vectors}) > 1
+    assert {row["size_bytes"] for row in vectors} == {128}
+    assert sizes(rows, "agreement on a step: one rank's vector, of 16 stages") == [128 + 16 * 16]
+    figures = extrapolate(rows)
+    assert (figures["vector_bytes"], figures["stage_bytes"]) == ("128", "16")
+
+
+def test_what_was_not_made_is_marked(rows: list[dict[str, Any]]) -> None:
+    reckoned = {row["part"] for row in rows if row["reckoned"]}
+    assert reckoned == {row["part"] for row in rows if " in files of 8 chunks" in row["part"]}
+    marked = {line.split(" (*reckoned*)")[0].removeprefix("| ") for line in table(rows) if "(*reckoned*)" in line}
+    assert marked == reckoned
+
+
+def test_every_ranks_settings_are_counted(rows: list[dict[str, Any]]) -> None:
+    few, many = (row for row in rows if row["part"].startswith("start"))
+    assert many["size_bytes"] * few["number"] == few["size_bytes"] * many["number"] > 0
+    assert many["microseconds"] > few["microseconds"] > 0
 
 
 def test_what_the_first_rank_gathers_grows_with_the_ranks(rows: list[dict[str, Any]]) -> None:
@@ -91,7 +110,7 @@ def test_what_a_save_tells_grows_with_its_tensors_and_chunks(rows: list[dict[str
     (ranks,) = {row["number"] for row in rows if row["part"].endswith(f": {name}")}
     assert (found[200, 8] - found[200, 1]) / (7 * ranks) == pytest.approx(90, rel=0.05)  # a line with a SHA-256
     grown = found[800, 1] / found[50, 1]
-    assert grown == pytest.approx(16, rel=0.05) if name.startswith("gathered") else grown < 16
+    assert grown == pytest.approx(16, rel=0.1) if name.startswith("gathered") else grown < 16
 
 
 def test_what_a_save_tells_is_reckoned_from_its_bytes() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from allranks.checkpointing.manifest import CHUNK_BYTES, MANIFEST_BYTES_CAP
 from allranks.units import format_bytes, format_seconds
+from tools.measured_on import render_origin
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "scale.json"
@@ -60,10 +61,12 @@ class Growth:
 
 def render_scale(note: str) -> str:
     """The page: its words from tools/scale.md, its figures from the stored run."""
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    document = json.loads(RESULTS.read_text(encoding="utf-8"))
+    rows = document["rows"]
     page = TEMPLATE.read_text(encoding="utf-8")
     title, _, rest = page.partition("\n")
-    figures = {"table": "\n".join(table(rows)), **extrapolate(rows)}
+    origin = document.get("measured") or render_origin(document)
+    figures = {"table": "\n".join(table(rows)), "origin": origin, **extrapolate(rows)}
     return f"{title}\n\n{note.rstrip()}\n" + rest.format(**figures)
 
 
@@ -76,7 +79,16 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         size = "" if row["size_bytes"] is None else format_bytes(row["size_bytes"])
         if row["microseconds"] is not None and row["microseconds"] < 10:
             took = f"{row['microseconds']:.1f} us"
-        yield f"| {row['part']} | {row['number']:,} {row['of']} | {took} | {size} |"
+        mark = " (*reckoned*)" if row.get("reckoned") else ""
+        yield f"| {row['part']}{mark} | {row['number']:,} {row['of']} | {took} | {size} |"
+
+
+def vectors(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Bytes of a step's vector, and what each stage of a pipeline adds to them."""
+    found = {row["part"]: row["size_bytes"] for row in rows if row["part"].startswith("agreement")}
+    alone = next((size for part, size in found.items() if " stages" not in part), 0)
+    each = [(size - alone) // int(part.split()[-2]) for part, size in found.items() if part.endswith(" stages")]
+    return {"vector_bytes": str(alone), "stage_bytes": str(each[-1] if each else 0)}
 
 
 def extrapolate(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -93,6 +105,7 @@ def extrapolate(rows: list[dict[str, Any]]) -> dict[str, str]:
     gathered, manifest = (Growth.of(rows, name) for name in ("gathered by the first rank", "the manifest"))
     limit = MANIFEST_BYTES_CAP / manifest.chunk * CHUNK_BYTES
     return {
+        **vectors(rows),
         "measured_ranks": f"{last['number']:,}",
         "measured_tensors": str(measured),
         "gather_seconds": format_seconds(last["microseconds"] * times / 1e6),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from allranks.cli.rehearsed_question import Asked
+from allranks.cli.rehearsed_question import Asked, question_of
 from allranks.cli.remedies import Speed, changed, changes_of, find_remedies
 from allranks.errors import LayoutError
 from allranks.rehearsal import Rehearsal
@@ -23,22 +23,28 @@ def dynamo() -> None:
     importlib.import_module("torch._dynamo")
 
 
+CHUNK = "task.chunk=1024"
 RECOMPUTE = ["layout.recompute=selective", "layout.recompute=full"]
 
 
 @pytest.mark.parametrize(
     ("cluster", "layout", "words", "changes"),
     [
-        (GPUS, "ddp", (), [*RECOMPUTE, "train.micro_batch=1", "--layout dp_shard=4", "layout.offload=activations"]),
+        (
+            GPUS,
+            "ddp",
+            (),
+            [*RECOMPUTE, "train.micro_batch=1", "--layout dp_shard=4", "layout.offload=activations", CHUNK],
+        ),
         (
             GPUS,
             "fsdp,sharding=grad_op",
             ("train.micro_batch=1",),
-            [*RECOMPUTE, "--layout dp_shard=4", "layout.offload=parameters", "layout.offload=activations"],
+            [*RECOMPUTE, "--layout dp_shard=4", "layout.offload=parameters", "layout.offload=activations", CHUNK],
         ),
-        (PROCESSORS, "tp=2,dp_replicate=2", ("train.micro_steps=2",), [*RECOMPUTE, "--layout dp_shard=2,tp=2"]),
-        (PROCESSORS, "fsdp,recompute=full", ("train.micro_batch=1",), []),
-        (GPUS, "fsdp,recompute=full,offload=all", ("train.micro_batch=1",), []),
+        (PROCESSORS, "tp=2,dp_replicate=2", ("train.micro_steps=2",), [*RECOMPUTE, "--layout dp_shard=2,tp=2", CHUNK]),
+        (PROCESSORS, "fsdp,recompute=full", ("train.micro_batch=1", "task.chunk=1024"), []),
+        (GPUS, "fsdp,recompute=full,offload=all", ("train.micro_batch=1", "task.chunk=8"), []),
     ],
 )
 def test_only_what_changes_something_is_tried(
@@ -51,6 +57,30 @@ def test_a_name_has_chunks_of_the_loss() -> None:
     asked = Asked(("llama3-8b", "train.global_batch=4"), GPUS, "fsdp,recompute=full,offload=all")
     assert changes_of(asked) == ["task.chunk=1024"]
     assert changes_of(replace(asked, arguments=(*asked.arguments, "task.chunk=512"))) == []
+
+
+@pytest.mark.parametrize(("chunk", "tried"), [(0, True), (2048, True), (1024, False)])
+def test_a_task_that_declares_chunk_has_its_loss_in_chunks(chunk: int, tried: bool) -> None:
+    asked = Asked((TASK, f"task.chunk={chunk}"), GPUS, "fsdp,recompute=full,offload=all")
+    assert (CHUNK in changes_of(asked)) == tried
+
+
+@pytest.mark.parametrize("task", ["Layered", "Restored"])
+def test_a_task_without_chunk_has_none(task: str) -> None:
+    asked = Asked((f"tests.rehearsing.tasks:{task}",), GPUS, "fsdp,recompute=full,offload=all")
+    assert CHUNK not in changes_of(asked)
+
+
+def test_the_chunks_of_a_task_are_rehearsed() -> None:
+    """Beside logits of 2,048 positions and 8,192 words nothing of this model is large."""
+    sizes = ("task.seq=2048", "task.vocab=8192", "task.layers=1", "train.global_batch=4", "train.micro_batch=1")
+    asked = Asked((TASK, *sizes), GPUS, "fsdp,recompute=full,offload=all")
+    told = whole.rehearse(question_of(asked))
+    (chunks,) = find_remedies(asked, told)
+    assert chunks.change == CHUNK and chunks.peak_bytes is not None
+    peak = max(one.peak_bytes for one in told.ranks.values())
+    # Logits of half of the positions in float32, and their gradients.
+    assert peak - chunks.peak_bytes >= 1.5 * 1024 * 8192 * 4
 
 
 def test_a_change_beats_the_layout_string() -> None:
@@ -115,8 +145,6 @@ def test_each_says_whether_it_fits_then_on_all_stages_beside_its_own_margin(monk
 
 def test_what_the_planner_does_not_see_costs_its_flops() -> None:
     asked = Asked(("llama3-8b", "train.global_batch=8"), GPUS, "fsdp")
-    from allranks.cli.rehearsed_question import question_of
-
     question = question_of(asked)
     slower, by = Speed.of(question, 100.0).compare(question_of(changed(asked, "task.chunk=64")), 110.0)
     assert slower == pytest.approx(0.1) and by == "FLOPs"
@@ -125,8 +153,6 @@ def test_what_the_planner_does_not_see_costs_its_flops() -> None:
 
 @pytest.mark.full
 def test_each_is_rehearsed() -> None:
-    from allranks.cli.rehearsed_question import question_of
-
     asked = Asked((TASK, "train.global_batch=16", "task.seq=256"), GPUS, "ddp")
     told = whole.rehearse(question_of(asked))
     by_change = {remedy.change: remedy for remedy in find_remedies(asked, told)}

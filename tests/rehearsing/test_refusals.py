@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
@@ -18,19 +19,45 @@ from allranks.rehearsing.refusals import NotRehearsed, Unrehearsable, explain, r
 from tests.profiling.subjects import AskingPart
 from tests.rehearsing.tasks import Calling, Layered, rehearsed
 
+PLANNED = "`allranks plan` estimates it"
+
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "instead"),
     [
-        *(Layout(kind="placement"), Layout(kind="data_parallel")),
-        *(Layout(dp_replicate=2, ddp_hook="bfloat16"), Layout(recompute="budget", compile="block")),
-        Layout(dp_replicate=2, local_sgd=8),
+        (Layout(kind="placement"), PLANNED),
+        (Layout(kind="data_parallel"), PLANNED),
+        (Layout(dp_replicate=2, ddp_hook="bfloat16"), PLANNED),
+        # The planner has no model of what torch chooses.
+        (Layout(recompute="budget", compile="block"), "rehearse recompute=none and recompute=full"),
+        (Layout(dp_replicate=2, local_sgd=8), PLANNED),
     ],
 )
-def test_layouts_without_a_rehearsal(layout: Layout) -> None:
-    with pytest.raises(LayoutError, match=r"is not rehearsed: .*`allranks plan` estimates it") as caught:
+def test_layouts_without_a_rehearsal(layout: Layout, instead: str) -> None:
+    with pytest.raises(LayoutError, match=rf"is not rehearsed: .*{instead}") as caught:
         refuse(layout, "float32")
     assert type(caught.value) is NotRehearsed and caught.value.exit_code == LayoutError.exit_code
+
+
+def test_torch_compiles_nothing_beneath_what_watches_memory() -> None:
+    """The reason why recompute=budget is refused. Where a newer torch compiles there, it may be rehearsed."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    compiled: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    doubled = torch.compile(lambda value: value * 2, backend=backend)
+    with Watch():  # type: ignore[no-untyped-call]  # torch's
+        doubled(torch.ones(2))
+    assert not compiled
+    doubled(torch.ones(2))
+    assert compiled
 
 
 def test_other_layouts_have_one() -> None:

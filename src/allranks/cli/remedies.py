@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
-from allranks.cli.planned_model import is_task
 from allranks.cli.rehearsed_question import Asked, choice_of, profile_of, question_of
 from allranks.errors import AllranksError
 from allranks.layout import Layout
@@ -12,8 +11,11 @@ from allranks.rehearsal import RankRehearsal, Rehearsal, Remedy
 
 if TYPE_CHECKING:
     from allranks.rehearsing.whole import Question
+    from allranks.task import Task
 
 STRING = "--layout "
+CHUNK = 1024
+"""Positions whose logits are held at once, where that is tried."""
 
 
 def find_remedies(asked: Asked, told: Rehearsal) -> list[Remedy]:
@@ -57,10 +59,10 @@ def _order(remedy: Remedy, peak_bytes: int) -> tuple[int, float, float]:
 
 def changes_of(asked: Asked) -> list[str]:
     """Config keys, or a layout, that save memory, as far as they change something here."""
-    return list(_changes(question_of(asked), named=not is_task(asked.arguments)))
+    return list(_changes(question_of(asked)))
 
 
-def _changes(question: "Question", *, named: bool) -> Iterator[str]:
+def _changes(question: "Question") -> Iterator[str]:
     layout, train = question.layout, question.config.train
     if layout.recompute == "none":
         yield "layout.recompute=selective"
@@ -76,8 +78,17 @@ def _changes(question: "Question", *, named: bool) -> Iterator[str]:
         if layout.fully_sharded and layout.dp_shard > 1:
             yield "layout.offload=parameters"
         yield "layout.offload=activations"
-    if named and not question.task.settings.get("chunk"):
-        yield "task.chunk=1024"
+    if _holds_more_logits(question.task):
+        yield f"task.chunk={CHUNK}"
+
+
+def _holds_more_logits(task: "Task") -> bool:
+    """Whether a Task has a setting `chunk`, and by it the logits of more than CHUNK positions at once: 0, None are all.
+
+    What another Task does with its logits is its own code, which no key changes.
+    """
+    chunk = task.settings.get("chunk", CHUNK)
+    return chunk is None or (type(chunk) is int and not 0 < chunk <= CHUNK)
 
 
 def _shared(layout: Layout) -> Layout:

@@ -107,15 +107,21 @@ def refuse(layout: Layout, precision: str, device: Device | None = None) -> None
             f"train.precision=float8 needs a GPU that multiplies in eight bits, and {device.name} does not: take "
             "train.precision=bfloat16, or another --cluster"
         )
+    lacks, planned = "tensors without memory have no", "`allranks plan` estimates it"
     reasons = {
-        "placement": (layout.kind == "placement", "devices of one process"),
-        "data_parallel": (layout.kind == "data_parallel", "devices of one process"),
-        f"ddp_hook={layout.ddp_hook}": (layout.ddp_hook != "none", "hooks of DDP's reducer"),
-        "recompute=budget": (layout.recompute == "budget", "choices of torch.compile"),
-        f"local_sgd={layout.local_sgd}": (layout.local_sgd is not None, "step that is like all others"),
+        "placement": (layout.kind == "placement", f"{lacks} devices of one process; {planned}"),
+        "data_parallel": (layout.kind == "data_parallel", f"{lacks} devices of one process; {planned}"),
+        f"ddp_hook={layout.ddp_hook}": (layout.ddp_hook != "none", f"{lacks} hooks of DDP's reducer; {planned}"),
+        "recompute=budget": (
+            layout.recompute == "budget",
+            "torch.compile chooses what is kept, and compiles nothing beneath what watches the memory of a rehearsed "
+            "step; rehearse recompute=none and recompute=full, between which it lies",
+        ),
+        f"local_sgd={layout.local_sgd}": (
+            layout.local_sgd is not None,
+            f"{lacks} step that is like all others; {planned}",
+        ),
     }
     for what, (asked, because) in reasons.items():
         if asked:
-            raise NotRehearsed(
-                f"{what} is not rehearsed: tensors without memory have no {because}; `allranks plan` estimates it"
-            )
+            raise NotRehearsed(f"{what} is not rehearsed: {because}")
