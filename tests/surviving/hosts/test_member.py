@@ -564,6 +564,14 @@ def test_who_leads_after_another_says_so_once() -> None:
     assert budget.succeeded == [GONE]
 
 
+def test_a_round_may_have_a_place_for_fewer_workers_of_a_host() -> None:
+    company, supervisor, spec = Others(), Budget(1), SimpleNamespace(local_world_size=3)
+    given: Any = (company, supervisor, Interrupts(lambda: None), spec)
+    Member(*given)
+    company.seated(2)
+    assert spec.local_world_size == 2
+
+
 def test_a_lost_store_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     others = Others(leads=False)
     other, _ = member(others)
