@@ -8,7 +8,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from allranks.config_guard import GuardConfig
-from allranks.surviving.hosts import waiting as module
 from allranks.surviving.hosts.ending import Ending
 from allranks.surviving.hosts.presence import Presence
 from allranks.surviving.hosts.spares import own_words
@@ -35,7 +34,7 @@ class Board:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now
 
 
@@ -72,7 +71,9 @@ def test_a_spare_is_told_that_it_is_one_when_the_leader_has_said_so(clock: list[
         waits.look(presence, board)
     assert heard == [own_words(2)]
     waits.is_spare(2)
-    assert heard == [own_words(2)]
+    presence.state.complete = False
+    waits.look(presence, board)
+    assert heard == [own_words(2)], "the next round begins in a moment"
     waits.is_spare(4)
     assert heard == [own_words(2), own_words(4)]
 

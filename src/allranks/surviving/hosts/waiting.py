@@ -35,11 +35,12 @@ class Waiting:
         self.since: float | None = None
         self._node, self._nodes, self._guard, self._tell = node, nodes, guard, tell
         self._said: dict[str, str] = {}
-        self._asked_at = 0.0
+        self._asked_at = self._beside_at = 0.0
 
     def begin(self) -> None:
         """From now on it waits."""
-        self.since, self._said, self._asked_at = time.monotonic(), {}, 0.0
+        self.since, self._said = time.monotonic(), {}
+        self._asked_at = self._beside_at = 0.0
 
     @property
     def is_asked_to_stop(self) -> bool:
@@ -64,7 +65,9 @@ class Waiting:
         if presence.state.closed or self.is_asked_to_stop:
             raise RendezvousGracefulExitError
         now, beside = time.monotonic(), presence.is_beside(self._node)
-        if now - self.since < PATIENCE_SECONDS or (presence.state.complete and not beside):
+        began = self.since if beside else max(self.since, self._beside_at)  # a round that ends is followed at once
+        self._beside_at = now if beside else self._beside_at
+        if now - began < PATIENCE_SECONDS or (presence.state.complete and not beside):
             return
         if not beside:
             here = who_is_here(presence, self._node, self._nodes)
