@@ -452,7 +452,7 @@ def test_what_the_leader_alone_has_in_memory_is_on_the_disk_before_others_begin(
         monkeypatch.setattr("allranks.training.prepare.open_run", lambda prepared, request: Run.open(run.path))
         monkeypatch.setattr("allranks.surviving.hosts.introduction.introduce", lambda *told: None)
         monkeypatch.setattr("allranks.surviving.hosts.introduction.learn", lambda *asked: None)  # it leads
-        hosts, seating = SimpleNamespace(endpoint=None), SimpleNamespace()
+        hosts, seating = HostsRequest(2, 2, Endpoint("hosta", 29500)), SimpleNamespace()
         given: Any = SimpleNamespace(
             notices=None, hosts=hosts, config=Config(), seek=None, seating=seating, is_open=False
         )
