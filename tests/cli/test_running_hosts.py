@@ -1,6 +1,5 @@
 """`allranks train --nodes`: several commands that are one run, and what becomes of it when one of them is lost."""
 
-import json
 import os
 import re
 import shutil
@@ -14,13 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.checkpointing.host_memory import SHARED_MEMORY
-from allranks.cli import running, running_hosts
+from allranks.cli import running_hosts
 from allranks.cli.main import main
-from allranks.cli.running_hosts import check_all_sizes, choose_workers, facts_here, plan_for_hosts
+from allranks.cli.running_hosts import facts_here
 from allranks.config import Config
 from allranks.errors import LayoutError, RunError
 from allranks.hosts_request import Endpoint, HostsRequest
@@ -29,8 +27,7 @@ from allranks.run import Run
 from allranks.surviving import forkserver
 from allranks.surviving.memory_tier import open_memory
 from allranks.training.planned_layout import Decided, settle
-from allranks.training.prepare import open_run, prepare, resolve_layout
-from allranks.verdict import Decision
+from allranks.training.prepare import open_run, prepare
 from tests.checkpointing.worlds import header, save_alone
 from tests.commands import POINTS, PROGRAMS, alive, allranks, seconds_of_restarts, steps, tensor_digests, wait_for
 from tests.free_port import free_port
@@ -97,106 +94,6 @@ def test_a_host_that_comes_after_a_plan_has_the_same_facts(tmp_path: Path) -> No
     again = prepare(TrainRequest(resume=tmp_path / "run"))
     assert facts_here(before, hosts) == facts_here(after, hosts) == facts_here(again, hosts)
     assert facts_here(before, hosts) != facts_here(prepare(replace(request, layout="ddp")), hosts)
-
-
-@pytest.mark.parametrize(
-    ("batch", "nodes", "layout", "workers"),
-    [(8, 2, None, 4), (7, 2, None, 3), (64, 2, None, 8), (1, 2, None, 8), (8, 2, "ddp", 8)],
-)
-def test_without_a_layout_no_worker_is_left_without_a_sample(
-    batch: int, nodes: int, layout: str | None, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    request = TrainRequest(task_spec=POINTS, overrides=(f"train.global_batch={batch}",), layout=layout)
-    hosts = HostsRequest(nodes, nodes, Endpoint("hosta", 29500))
-    nproc, decision = choose_workers(prepare(request), request, hosts)
-    assert (nproc, decision.what) == (workers, f"{nodes * workers} processes on {nodes} hosts")
-    assert (f"train.global_batch={batch} gives no more" in decision.because) == (workers < 8)
-
-
-@pytest.mark.parametrize(
-    ("decided", "workers"),
-    [
-        (("layout.dp_shard=*",), 4),
-        (("layout.tp=2", "layout.dp_shard=*"), 4),
-        (("layout.tp=16", "layout.dp_shard=*"), 8),
-    ],
-)
-def test_a_planned_run_starts_as_many_workers_again_and_so_does_a_host_that_comes_later(
-    decided: tuple[str, ...], workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last one was planned for more workers than samples, which --nproc had named."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    hosts = HostsRequest(2, 2, Endpoint("hosta", 29500))
-    overrides = ("train.steps=9", "train.global_batch=8")
-    request = TrainRequest(task_spec=POINTS, overrides=overrides, run=tmp_path / "run")
-    before = prepare(request)
-    assert choose_workers(before, request, hosts)[0] == 4
-    made = open_run(settle(before, Decided((), decided, {"decided": list(decided)})), request)
-    made.journal().write_text('{"event": "step", "step": 1}\n')
-    made.release()
-    for again in (request, TrainRequest(resume=tmp_path / "run")):
-        after = prepare(again)
-        assert after.config.layout.chosen
-        nproc, _ = choose_workers(after, again, hosts)
-        assert nproc == workers and resolve_layout(after.config, 2 * nproc, 2).dp <= 8
-    named = replace(request, layout="dp_shard=*")
-    assert choose_workers(prepare(named), named, hosts)[0] == 8, "what somebody names is not cut"
-
-
-HOSTS = ("--nodes", "2", "--rendezvous", "c10d://hosta:29500", "--nproc", "8")
-
-
-def decide_always(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    """A plan decides so, whatever it is asked."""
-    decided = Decided((Decision("layout as planned", "it is a test"),), words)
-    monkeypatch.setattr("allranks.training.planned_layout.decide_layout", lambda *_, **__: decided)
-
-
-def test_what_a_plan_may_decide_is_not_refused_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ddp this is a rank without a sample; as tp=2 it is not."""
-    reached: list[object] = []
-
-    def run(*given: object) -> tuple[int, None]:
-        reached.append(given)
-        return 0, None
-
-    monkeypatch.setattr(running, "run_on_hosts", run)
-    monkeypatch.setattr(forkserver, "start", lambda *_, **__: None)
-    monkeypatch.setenv("ALLRANKS_SECRET", SECRET)
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", POINTS, "train.global_batch=8", *HOSTS]) == 0 and len(reached) == 1
-    assert main(["train", POINTS, "train.global_batch=8", *HOSTS, "--layout", "ddp"]) == 2 and len(reached) == 1
-    request = TrainRequest(task_spec=POINTS, overrides=("train.global_batch=8",))
-    hosts = HostsRequest(2, 2, Endpoint("hosta", 29500))
-    decide_always(monkeypatch, "layout.tp=2", "layout.dp_shard=*")
-    settled, _ = plan_for_hosts(prepare(request), request, hosts, 8)
-    assert str(resolve_layout(settled.config, 16, 2)) == "dp_shard=8,tp=2"
-    decide_always(monkeypatch)  # ddp
-    with pytest.raises(LayoutError, match=r"train\.global_batch\(8\) < dp_replicate \* dp_shard\(16\)"):
-        plan_for_hosts(prepare(request), request, hosts, 8)
-
-
-def test_what_is_shown_is_what_the_run_takes_where_a_plan_does_not_fit_every_number_of_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    decide_always(monkeypatch, "layout.tp=2", "layout.dp_shard=*")
-    words = ["train", POINTS, "--show", "--json", *HOSTS, "--nodes", "1:2", "--nproc"]
-    assert main([*words, "1"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    (decision,) = [one for one in told["decisions"] if one["what"] == "layout ddp, the default"]
-    assert "only data parallelism can change while a run goes on" in decision["because"]
-    assert told["cut"]["data-parallel ranks"] == 2
-    assert main([*words, "2"]) == 0 and json.loads(capsys.readouterr().out)["config"]["layout.tp"] == 2
-    assert main([*words, "1", "--layout", "tp=2,dp_replicate=*"]) == 2, "nor is one shown that the run refuses"
-
-
-def test_a_layout_that_the_hosts_cannot_share_is_refused() -> None:
-    request = TrainRequest(task_spec=POINTS, layout="dp_replicate=3")
-    hosts = HostsRequest(2, 2, Endpoint("hosta", 29500))
-    with pytest.raises(LayoutError, match="asks for 3 processes, which 2 hosts cannot share: say --nproc"):
-        choose_workers(prepare(request), request, hosts)
 
 
 def test_a_killed_worker_and_a_lost_host_cost_no_sample(
@@ -299,14 +196,6 @@ def test_sharded_over_one_to_four_hosts_every_step_has_the_samples_of_one_proces
         allranks("train", POINTS, *alone, folder=tmp_path)
         told = [list(steps(run).values()) for run in (found.run, tmp_path / "alone")]
         assert [line["ledger"] for line in told[0]] == [line["ledger"] for line in told[1]]
-
-
-def test_a_layout_that_does_not_fit_every_number_of_hosts_is_refused(tmp_path: Path) -> None:
-    prepared = prepare(TrainRequest(task_spec=POINTS, overrides=("train.steps=9",), layout="tp=2,dp_replicate=*"))
-    hosts = HostsRequest(4, 1, Endpoint("hosta", 29500))
-    with pytest.raises(LayoutError, match=r"--nodes 1:4: with 1 of them, .*only data parallelism can change"):
-        check_all_sizes(prepared, 1, hosts)
-    check_all_sizes(prepared, 2, hosts)
 
 
 @pytest.mark.full
@@ -563,7 +452,7 @@ def test_what_the_leader_alone_has_in_memory_is_on_the_disk_before_others_begin(
         monkeypatch.setattr("allranks.training.prepare.open_run", lambda prepared, request: Run.open(run.path))
         monkeypatch.setattr("allranks.surviving.hosts.introduction.introduce", lambda *told: None)
         monkeypatch.setattr("allranks.surviving.hosts.introduction.learn", lambda *asked: None)  # it leads
-        hosts, seating = SimpleNamespace(endpoint=None), SimpleNamespace()
+        hosts, seating = HostsRequest(2, 2, Endpoint("hosta", 29500)), SimpleNamespace()
         given: Any = SimpleNamespace(
             notices=None, hosts=hosts, config=Config(), seek=None, seating=seating, is_open=False
         )

@@ -1,5 +1,6 @@
 """A user's Task file: the bytes of a small text through a mixture of experts."""
 
+import time
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Text(allranks.Task):
     """Learn which byte follows."""
 
     num_experts: int = 4
+    pause: float = 0.0
 
     def dataset(self, split: str) -> Windows:
         """Nine tenths of the text to train on, the rest to validate."""
@@ -43,5 +45,6 @@ class Text(allranks.Task):
         return MoETransformer(256, 2, 16, 2, num_experts=self.num_experts, top_k=2, ffn=8, max_seq=SEQ)
 
     def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        """Summed over the bytes."""
+        """Summed over the bytes; pauses where the settings say so."""
+        time.sleep(self.pause)
         return nn.functional.cross_entropy(output.flatten(0, 1), batch["y"].flatten(), reduction="sum")

@@ -112,7 +112,7 @@ def test_a_stopped_process_is_seen_by_the_kernels_word(
 ) -> None:
     clock = Clock(monkeypatch, real_states=True)
     watch = Monitor(GUARD, 1)
-    watch.begin_attempt()
+    watch.begin_attempt(1)
     sleeper.send_signal(signal.SIGSTOP)
     monkeypatch.undo()
     wait_until(lambda: process_state(sleeper.pid) == "T")
@@ -130,7 +130,7 @@ def test_a_stopped_process_is_seen_by_the_kernels_word(
 def test_a_silence_is_told_once_and_again_only_to_act(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     watch = Monitor(GuardConfig(hang_seconds=5.0, input_seconds=20.0), 1)
-    watch.begin_attempt()
+    watch.begin_attempt(1)
     slot = watch.beats.slot(0)
     slot[PHASE], slot[STEP], slot[LONGEST], slot[FIRST] = PHASES.index("input"), 3, 10**8, 10**8
     alarms = []
@@ -148,7 +148,7 @@ def test_a_silence_is_told_once_and_again_only_to_act(monkeypatch: pytest.Monkey
 def test_a_time_in_which_this_process_did_not_run_counts_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     watch = Monitor(GuardConfig(hang_seconds=5.0), 1)
-    watch.begin_attempt()
+    watch.begin_attempt(1)
     watch.beats.slot(0)[PHASE] = PHASES.index("step")
     clock.now += 3600.0
     assert watch.look({0: os.getpid()}, {0: 0})[1] is None
@@ -165,9 +165,23 @@ def test_a_new_attempt_begins_with_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert watch.furthest_step == 0, "not all of them have finished it"
     watch.beats.slot(0)[STEP] = 7
     watch.note_steps()
-    watch.begin_attempt()
+    watch.begin_attempt(2)
     assert (watch.beats.steps(), watch.furthest_step) == ([0, 0], 7)
     assert [one.pulse_seconds for one in watch.look({0: os.getpid()}, {0: 0})[0]] == [None]
+    watch.beats.close()
+
+
+def test_a_worker_that_waits_as_a_spare_holds_nobody_up() -> None:
+    watch = Monitor(GUARD, 2)
+    watch.begin_attempt(1)
+    assert not watch.all_have_made_a_step
+    watch.beats.slot(0)[STEP] = 7
+    watch.note_steps()
+    assert (watch.furthest_step, watch.all_have_made_a_step) == (7, True)
+    watch.begin_attempt(2)
+    watch.beats.slot(0)[STEP] = 9
+    watch.note_steps()
+    assert (watch.furthest_step, watch.all_have_made_a_step) == (7, False), "it trains now"
     watch.beats.close()
 
 
@@ -175,7 +189,7 @@ def test_a_wait_for_a_core_is_no_hang_of_anybodys(monkeypatch: pytest.MonkeyPatc
     clock, waited = Clock(monkeypatch), {1: 100.0, 2: 0.0}
     monkeypatch.setattr(module, "core_seconds", lambda pid: (0.0, waited[pid]))
     watch = Monitor(GuardConfig(hang_seconds=5.0), 2)
-    watch.begin_attempt()
+    watch.begin_attempt(2)
     for place in (0, 1):
         watch.beats.slot(place)[PHASE] = PHASES.index("step")
     alarms = []
@@ -192,7 +206,7 @@ def test_a_wait_for_a_core_that_lasts_is_no_hang_either(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "core_seconds", lambda pid: (ran[0], 2.0))
     monkeypatch.setattr(module, "process_state", lambda pid: "R")
     watch = Monitor(GuardConfig(hang_seconds=5.0), 1)
-    watch.begin_attempt()
+    watch.begin_attempt(1)
     watch.beats.slot(0)[PHASE] = PHASES.index("step")
     assert clock.pass_seconds(watch, 30, 7) is None
     alarm = None
@@ -209,7 +223,7 @@ def test_where_no_wait_for_a_core_is_told_of_who_computes_for_ever_hangs(monkeyp
     monkeypatch.setattr(module, "core_seconds", lambda pid: None)
     monkeypatch.setattr(module, "process_state", lambda pid: "R")
     watch = Monitor(GuardConfig(hang_seconds=5.0), 1)
-    watch.begin_attempt()
+    watch.begin_attempt(1)
     watch.beats.slot(0)[PHASE] = PHASES.index("step")
     assert clock.pass_seconds(watch, 5, 7) is None
     assert clock.pass_seconds(watch, 1, 7) == Alarm("hung", (5,), 5.0, act=True)
@@ -224,7 +238,7 @@ def test_who_is_held_by_a_debugger_or_frozen_is_stopped(
     monkeypatch.setattr(module, "process_state", lambda pid: state)
     monkeypatch.setattr(module, "is_frozen", lambda pid: frozen)
     watch = Monitor(GUARD, 1)
-    watch.begin_attempt()
+    watch.begin_attempt(1)
     watch.beats.slot(0)[PHASE] = PHASES.index("step")
     assert clock.pass_seconds(watch, 10, 7) is None
     assert clock.pass_seconds(watch, 3, 7) == Alarm("stopped", (5,), 10.0, act=True)
@@ -235,7 +249,7 @@ def test_who_is_traced_and_comes_further_is_not_stopped(monkeypatch: pytest.Monk
     clock = Clock(monkeypatch)
     monkeypatch.setattr(module, "process_state", lambda pid: "t")
     watch = Monitor(GUARD, 1)
-    watch.begin_attempt()
+    watch.begin_attempt(1)
     watch.beats.slot(0)[PHASE] = PHASES.index("step")
     for _ in range(10):
         assert clock.pass_seconds(watch, 3, 7) is None

@@ -190,7 +190,7 @@ def test_a_run_that_goes_on_while_it_is_judged_is_not_ended(
 ) -> None:
     told: list[Verdict] = []
     supervisor = Supervisor(Supervision(GuardConfig(hang_seconds=0.1), told.append, lambda: None), 2, tmp_path)
-    supervisor.begin_attempt()
+    supervisor.begin_attempt(2)
     for place in (0, 1):
         slot = supervisor.monitor.beats.slot(place)
         slot[PHASE], slot[STEP] = PHASES.index("step"), 7
@@ -210,14 +210,14 @@ def test_a_run_that_goes_on_while_it_is_judged_is_not_ended(
 
 def test_the_runs_time_is_over_where_any_worker_shows_it(tmp_path: Path) -> None:
     supervisor = Supervisor(Supervision(GuardConfig(), lambda verdict: None, lambda: None), 2, tmp_path)
-    supervisor.begin_attempt()
+    supervisor.begin_attempt(2)
     assert not supervisor.time_is_over(), "no limit"
     hearts = [Heartbeat(supervisor.monitor.beats.slot(place)) for place in (0, 1)]
     hearts[1].time_over(time.monotonic() + 3600)
     assert not supervisor.time_is_over()
     hearts[1].time_over(time.monotonic())
     assert supervisor.time_is_over()
-    supervisor.begin_attempt()
+    supervisor.begin_attempt(2)
     assert not supervisor.time_is_over()
     supervisor.monitor.beats.close()
 
@@ -244,7 +244,7 @@ def test_hosts_that_join_or_leave_are_told_and_cost_nothing(tmp_path: Path) -> N
     supervisor.monitor.furthest_step = 7
     supervisor.admitting(["b"])
     supervisor.leaving(["b", "c"])
-    supervisor.parted("waiting for the network: 1 of 2 ways is closed")
+    supervisor.tell(Verdict("network", "waiting for the network: 1 of 2 ways is closed", (), "nothing"))
     supervisor.monitor.beats.close()
     assert [verdict.kind for verdict in told] == ["join", "leave", "network"] and len(attempts) == 2
     assert told[1].what == "after step 7, which is saved, b, c leaves, asked to stop"

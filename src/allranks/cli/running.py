@@ -9,18 +9,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from allranks.cli.host_sizes import choose_workers, is_left_to_plan, layout_of_hosts, plan_for_hosts
 from allranks.cli.in_workers import DEMO, WORKER, train_in_workers
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.cli.run_ended import Document, document
-from allranks.cli.running_hosts import (
-    check_all_sizes,
-    choose_workers,
-    import_torch_quietly,
-    is_left_to_plan,
-    plan_for_hosts,
-    run_on_hosts,
-    take_secret_of,
-)
+from allranks.cli.running_hosts import import_torch_quietly, run_on_hosts, take_secret_of
 from allranks.config import read_task_spec
 from allranks.config_sections import AXES, LayoutConfig
 from allranks.errors import ConfigError
@@ -112,7 +105,7 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: 
 
 def _train_on_hosts(request: TrainRequest, hosts: HostsRequest, secret: bytes) -> tuple[int, Document | None]:
     """As `_train_here`, of one host among several: of a new run that names no layout the one that leads plans it."""
-    from allranks.training.prepare import prepare, resolve_layout
+    from allranks.training.prepare import prepare
 
     prepared = prepare(request)
     nproc, decision = choose_workers(prepared, request, hosts)
@@ -123,11 +116,10 @@ def _train_on_hosts(request: TrainRequest, hosts: HostsRequest, secret: bytes) -
         if not request.show:
             return run_on_hosts(request, hosts, prepared, nproc, decisions, secret)
         prepared, decided = plan_for_hosts(prepared, request, hosts, nproc)
-        layout = resolve_layout(prepared.config, nproc * hosts.nodes, hosts.nodes)
+        layout, _ = layout_of_hosts(prepared, nproc, hosts)
     else:
-        layout = resolve_layout(prepared.config, nproc * hosts.nodes, hosts.nodes)
-        check_all_sizes(prepared, nproc, hosts)
-        decided = (Decision(f"layout {layout}", _because_named(prepared.config.layout, layout)),)
+        layout, told = layout_of_hosts(prepared, nproc, hosts)
+        decided = (Decision(f"layout {layout}", _because_named(prepared.config.layout, layout)), *told)
     if request.show:
         return 0, _show(request, prepared, layout, (*decisions, *decided))
     return run_on_hosts(request, hosts, prepared, nproc, (*decisions, *decided), secret)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks import __version__
+from allranks.cli.host_sizes import is_left_to_plan, plan_for_hosts
 from allranks.cli.in_workers import DEMO, train_in_workers
 from allranks.cli.output import print_error
 from allranks.cli.run_ended import Document
-from allranks.errors import AllranksError, ConfigError, LayoutError, RunError
+from allranks.errors import AllranksError, ConfigError, RunError
 from allranks.failure import TRANSIENT, StoppedBeforeStart
 from allranks.hosts_request import Endpoint, HostsRequest
 from allranks.launching.environment import ProcessEnvironment
-from allranks.layout import num_processes
 from allranks.process_end import end_process
 from allranks.request import TrainRequest
 from allranks.run import Run
@@ -68,50 +68,6 @@ def import_torch_quietly() -> None:
     finally:
         if kept is None:
             del os.environ[CPP_LOG_LEVEL]
-
-
-def choose_workers(prepared: "Prepared", request: TrainRequest, hosts: HostsRequest) -> tuple[int, Decision]:
-    """How many workers this host starts. Raises LayoutError where the layout's do not divide over the hosts."""
-    import torch
-
-    from allranks.training.choose_processes import fewer_for_batch
-
-    if request.nproc is not None:
-        return request.nproc, Decision(_on(request.nproc * hosts.nodes, hosts), "--nproc says so")
-    gpus = torch.cuda.device_count() if request.device != "cpu" else 0
-    total = num_processes(prepared.config.layout, max(1, gpus) * hosts.nodes, hosts.nodes)
-    if total % hosts.nodes:
-        raise LayoutError(f"the layout asks for {total} processes, which {hosts.nodes} hosts cannot share: say --nproc")
-    because = f"{gpus} GPU(s) a host" if gpus else "without a GPU, one a host"
-    batch = prepared.config.train.global_batch
-    fewer = fewer_for_batch(prepared, total, hosts.nodes)
-    if fewer < total:
-        total = fewer
-        because = f"train.global_batch={batch} gives no more than that a sample, and every host starts as many"
-    return total // hosts.nodes, Decision(_on(total, hosts), because)
-
-
-def _on(processes: int, hosts: HostsRequest) -> str:
-    return f"{processes} processes on {hosts.nodes} hosts" + ("" if hosts.least == hosts.nodes else " at most")
-
-
-def is_left_to_plan(prepared: "Prepared", nproc: int, hosts: HostsRequest) -> bool:
-    """Whether the host that leads plans the layout, of which nothing can be said before."""
-    return prepared.is_open and nproc * hosts.nodes > 1
-
-
-def check_all_sizes(prepared: "Prepared", nproc: int, hosts: HostsRequest) -> None:
-    """See that the layout fits every number of hosts that the run may have. Raises LayoutError."""
-    from allranks.training.prepare import resolve_layout
-
-    for nodes in range(hosts.least, hosts.nodes):
-        try:
-            resolve_layout(prepared.config, nproc * nodes, nodes)
-        except AllranksError as error:
-            raise LayoutError(
-                f"--nodes {hosts.words}: with {nodes} of them, {error}; only data parallelism can change while a run "
-                "goes on: name one axis with `*`, and hosts whose every number it fits"
-            ) from error
 
 
 def run_on_hosts(
@@ -211,6 +167,7 @@ def _share_run(
     from allranks.surviving.hosts.succession import succeed
     from allranks.surviving.memory_tier import open_memory
     from allranks.training.prepare import open_run
+    from allranks.training.seats import seat_workers
 
     assert request.hosts is not None
     wait = prepared.config.guard.join_seconds
@@ -235,29 +192,9 @@ def _share_run(
     except LOST as error:
         raise company.explain(error) from error
     company.seating.attempt = lambda: run.attempts
+    if request.hosts.least < request.hosts.nodes:
+        company.seating.seat = lambda workers: seat_workers(run.config(), workers)
     return run, decided
-
-
-def plan_for_hosts(
-    prepared: "Prepared", request: TrainRequest, hosts: HostsRequest, nproc: int
-) -> tuple["Prepared", tuple[Decision, ...]]:
-    """With the layout that a plan decides for all hosts together, if it fits every number of them; else ddp.
-
-    Raises LayoutError where that does not fit them, either.
-    """
-    from allranks.surviving.aside import call_aside
-    from allranks.training.planned_layout import decide_layout, settle, unplanned
-    from allranks.training.prepare import resolve_layout
-
-    found = decide_layout(prepared, request, nproc * hosts.nodes, call_aside, hosts.nodes)
-    try:
-        check_all_sizes(settle(prepared, found), nproc, hosts)
-    except LayoutError as error:
-        found = unplanned(str(error))
-    settled = settle(prepared, found)
-    resolve_layout(settled.config, nproc * hosts.nodes, hosts.nodes)
-    check_all_sizes(settled, nproc, hosts)
-    return settled, found.decisions
 
 
 def _open_shared(path: Path) -> Run:

@@ -23,7 +23,7 @@ MAX_LINE = 4000
 MAX_LINES = 2000
 READ_BYTES = 1 << 20
 LONGEST_EXCERPT = 200
-NOT_VERDICTS = ("restart", "goes_on", "join", "leave")  # what the supervisor did, rather than what was wrong
+NOT_VERDICTS = ("restart", "goes_on", "join", "leave", "spare")  # what the supervisor did, rather than what was wrong
 GENERAL = "from general knowledge: cause and remedy were not reproduced here"
 
 

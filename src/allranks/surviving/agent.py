@@ -138,7 +138,7 @@ class LocalAgent(SimpleElasticAgent):
         super().__init__(spec)
         self.interrupts = Interrupts(self._pass_on)
         self._supervisor = supervisor
-        self._member = None if company is None else Member(company, supervisor, self.interrupts)
+        self._member = None if company is None else Member(company, supervisor, self.interrupts, spec)
         self._hang: Failure | None = None
         self._attempt = 0
         self._memory_kills = RecentKills()
@@ -165,7 +165,7 @@ class LocalAgent(SimpleElasticAgent):
         environ = self._environ | ({} if self._member is None else self._member.begin())
         self._kill_at = self._hang = None
         if self._supervisor is not None:
-            self._supervisor.begin_attempt()
+            self._supervisor.begin_attempt(len(ranks))
         if self._workers is not None and self._method.name == "forkserver" and self._workers.lost_their_server:
             self._method = choose_start_method(self._environ)
         beats = "" if self._supervisor is None else self._supervisor.monitor.beats.path

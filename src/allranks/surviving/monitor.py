@@ -116,7 +116,9 @@ class Monitor:
     """
 
     def __init__(self, guard: GuardConfig, num_workers: int) -> None:
+        """`num_workers`: that this host has at most."""
         self.beats = SharedBeats(num_workers)
+        self._num_workers = num_workers
         self.furthest_step = 0
         self.stopped: tuple[int, ...] = ()
         self.delayed_seconds = 0.0
@@ -126,9 +128,10 @@ class Monitor:
         self._told: tuple[int, int] | None = None  # what was told of already: (rank, whether to act)
         self._delays: dict[int, _CoreTime] = {}  # by local rank
 
-    def begin_attempt(self) -> None:
-        """Workers are about to start."""
+    def begin_attempt(self, num_workers: int) -> None:
+        """So many workers are about to start."""
         self.beats.clear()
+        self._num_workers = num_workers
         self._last_look = self._awake_since = time.monotonic()
         self._stopped_since, self._told, self._delays = {}, None, {}
 
@@ -184,7 +187,15 @@ class Monitor:
 
     def note_steps(self) -> None:
         """See how far the workers came, also those that have ended."""
-        self.furthest_step = max(self.furthest_step, min(self.beats.steps()))
+        self.furthest_step = max(self.furthest_step, self._least_step())
+
+    @property
+    def all_have_made_a_step(self) -> bool:
+        """Whether every worker of this attempt has finished one."""
+        return self._least_step() > 0
+
+    def _least_step(self) -> int:
+        return min(self.beats.slot(place)[STEP] for place in range(self._num_workers))
 
     def _row(self, place: int, pid: int, rank: int, now: float) -> Row:
         slot = self.beats.slot(place)

@@ -101,9 +101,9 @@ class Supervisor:
         beats, now = self.monitor.beats, time.monotonic_ns()
         return any(0 < beats.slot(place)[TIME_OVER] <= now for place in range(self._num_workers))
 
-    def begin_attempt(self) -> None:
-        """Workers are about to be started, for the first time or again."""
-        self.monitor.begin_attempt()
+    def begin_attempt(self, num_workers: int) -> None:
+        """So many workers are about to be started, for the first time or again."""
+        self.monitor.begin_attempt(num_workers)
         for watch in self._watches:
             watch.begin_attempt()
         self._told = self._doubted_at = None
@@ -238,9 +238,9 @@ class Supervisor:
         what = f"{number}{failure.brief()}; {socket.gethostname()} leads from now on"
         self._supervision.tell(Verdict(kind, what, (), "nothing; another host may take its place"))
 
-    def parted(self, apart: str) -> None:
-        """Say which hosts did not reach each other before workers start now."""
-        self._supervision.tell(Verdict("network", apart, (), "nothing; those that start now do"))
+    def tell(self, verdict: Verdict) -> None:
+        """Say what somebody else has found."""
+        self._supervision.tell(verdict)
 
     def admitting(self, hosts: Sequence[str]) -> None:
         """Say that workers have saved and start again because hosts join; before they do. It costs no restart."""

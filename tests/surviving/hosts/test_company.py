@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from allranks.config_guard import GuardConfig
-from allranks.errors import ProcessError
+from allranks.errors import LayoutError, ProcessError
 from allranks.failure import Failure
 from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts import company as module
@@ -217,27 +217,95 @@ def test_who_leaves_is_waited_for_neither_by_the_next_round_nor_by_silence(
 def test_one_more_than_there_is_room_for_waits_and_learns_the_end(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allranks.surviving.hosts.company.PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr("allranks.surviving.hosts.waiting.PATIENCE_SECONDS", 0.5)
     leader, other = hosts.company(), hosts.company()
     hosts.together(leader.next_rendezvous, other.next_rendezvous)
     surplus = hosts.company()
-    told: list[str] = []
-    surplus.tell = told.append
     surplus.heed(Interrupts(lambda: None))
     waiting = hosts.beside(surplus.next_rendezvous)
     wait_until(lambda: leader.lost() is None and surplus._node in leader.presence.state.redundancy_list)
     assert leader.newcomers() == () and leader.presence.waiting() == {surplus._node}
-    wait_until(lambda: told == ["all 2 places are taken: this host waits until one is free"])
+    wait_until(lambda: hosts.heard[-1:] == ["all 2 places are taken: this host waits until one is free"])
     leader.end(Ending(0))
     with pytest.raises(RunEnded) as caught:
         waiting.result(60)
     assert caught.value.ending == Ending(0)
 
 
+def pairs(workers: Sequence[int]) -> tuple[int, ...]:
+    """What a layout with tp=2 takes of hosts with one worker each."""
+    if len(workers) < 2:
+        raise LayoutError(f"the layout does not take {len(workers)} worker(s)")
+    return (1,) * (len(workers) // 2 * 2) + (0,) * (len(workers) % 2)
+
+
+def test_whom_the_layout_leaves_over_waits_as_a_spare_and_takes_a_lost_hosts_place(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.waiting.PATIENCE_SECONDS", 0.2)
+    first, second, third = three = [hosts.company(nodes=4, least=1) for _ in range(3)]
+    found: dict[Company, Future[Any]] = {}
+    for one in three:
+        one.seating.seat = pairs
+        found[one] = hosts.beside(one.next_rendezvous)
+    wait_until(lambda: sum(future.done() for future in found.values()) == 2)
+    (spare,) = (one for one in three if not found[one].done())
+    (other,) = {second, third} - {spare}
+    assert first.table == other.table and first.table.workers == (1, 1) and spare is not first
+    assert first.table.spares == (socket.gethostname(),)
+    told = first.spares.news(first.table)
+    assert told is not None and told.kind == "spare" and "of the workers that are there 2 train" in told.what
+    assert first.spares.news(first.table) is None, "once"
+    wait_until(lambda: any("this host waits as a spare: of the workers that are" in line for line in hosts.heard))
+    wait_until(lambda: first.lost() is None and spare._node in first.presence.state.wait_list)
+    assert first.newcomers() == (), "three are of no more use than two"
+    late = hosts.company(nodes=4, least=1)
+    late.seating.seat = pairs
+    found[late] = hosts.beside(late.next_rendezvous)
+    wait_until(lambda: first.lost() is None and first.newcomers() != ())
+    assert len(first.newcomers()) == 2, "and four are"
+    other._inner._stop_heartbeats()
+    wait_until(lambda: first.lost() is not None)
+    assert first.lost() is not None
+    first.next_rendezvous()
+    wait_until(lambda: found[spare].done() or found[late].done())
+    assert len(first.table.members) == 2 and other._node not in first.table.members
+    (left,) = {spare._node, late._node} - {*first.table.members}
+    wait_until(lambda: first.lost() is None and left in first.presence.state.wait_list)
+    first.end(Ending(0))
+    for one, future in found.items():
+        if one not in (first, other) and one._node == left:
+            with pytest.raises(RunEnded):
+                future.result(60)
+
+
+def test_too_few_hosts_for_the_layout_wait_for_more_and_end_with_76(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.handler.LAST_CALL_SECONDS", 0.5)
+    leader = hosts.company(nodes=3, least=1, join_seconds=6.0)
+    leader.seating.seat = pairs
+    waiting = hosts.beside(leader.next_rendezvous)
+    short = "the layout does not take 1 worker(s): waiting up to 6 s for more (guard.join_seconds)"
+    wait_until(lambda: short in hosts.heard)
+    other = hosts.company(nodes=3, least=1, join_seconds=6.0)
+    assert hosts.together(other.next_rendezvous)[0].world_size == 2
+    assert waiting.result(60).rank == 0
+    other._inner._stop_heartbeats()
+    wait_until(lambda: leader.lost() is not None)
+    line = (
+        r"^1 of 3 hosts are here \(.+\), too few to train: the layout does not take 1 worker\(s\); the others did not"
+    )
+    with pytest.raises(ProcessError, match=line):
+        leader.next_rendezvous()
+    ending = leader.notices.ending()
+    assert ending is not None and ending.exit_code == 76
+
+
 def test_who_joins_does_not_outlast_the_run(hosts: Hosts) -> None:
     """Wherever it waits: also for a leader that opens no table any more."""
     company, state = hosts.company(), _RendezvousState()
-    company._joining_since = time.monotonic()
+    company._waiting.begin()
     company._see(state)
     state.closed = True
     with pytest.raises(RendezvousGracefulExitError):
@@ -351,7 +419,7 @@ def test_a_leader_that_has_reported_and_falls_silent_before_it_judges_is_lost(ho
 
 
 def test_who_waits_in_vain_says_who_is_here(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allranks.surviving.hosts.company.PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr("allranks.surviving.hosts.waiting.PATIENCE_SECONDS", 0.5)
     leader = hosts.company(join_seconds=3.0)
     with pytest.raises(ProcessError, match=r"1 of 2 hosts are here \(.+\); the others did not come to .* within 3 s"):
         leader.next_rendezvous()

@@ -5,7 +5,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from allranks.config_guard import GuardConfig
 from allranks.hosts_request import Endpoint
-from allranks.surviving.hosts.losses import describe_silence, explain_loss, who_is_here
+from allranks.surviving.hosts.losses import describe_silence, explain_loss, explain_want, who_is_here
 from allranks.surviving.hosts.place import StoreLostError
 from allranks.surviving.hosts.seal import SealError
 from tests.surviving.hosts.test_presence import A, C, presence
@@ -43,3 +43,12 @@ def test_who_is_here_are_the_living_that_take_part_or_wait_and_this_host() -> No
     assert who_is_here(found, C, 4) == "2 of 4 hosts are here (a, c)"
     found.state.wait_list, found.state.participants = {A}, {}
     assert who_is_here(found, A, 4) == "1 of 4 hosts are here (a)"
+
+
+def test_why_a_host_waits_no_longer_names_what_the_layout_lacks() -> None:
+    given = (presence(a=0.0), A, 3)
+    plain = explain_want(*given, "", Endpoint("a", 1), GuardConfig())
+    late = "the others did not come to a:1 within 600 s (guard.join_seconds): start the same command on "
+    assert plain == f"1 of 3 hosts are here (a); {late}every host"
+    short = explain_want(*given, "tp(2) = 2 * n", Endpoint("a", 1), GuardConfig())
+    assert short == f"1 of 3 hosts are here (a), too few to train: tp(2) = 2 * n; {late}more hosts"

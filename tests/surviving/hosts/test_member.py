@@ -91,6 +91,10 @@ class Others:
         self.outlives_leader = False
         self.beside: set[_NodeDesc] = set()
         self.presence = SimpleNamespace(waiting=lambda: self.beside, lost=set())
+        self.seated: Any = None
+        self.news: Verdict | None = None
+        self.can_train = True
+        self.spares = SimpleNamespace(news=lambda table: self.news, can_train=lambda nodes: self.can_train)
 
     def seek(self) -> bool:
         if self.leads and self.time_ended:
@@ -135,11 +139,15 @@ class Budget:
         self.causes: list[Failure] = []
         self.admitted: list[tuple[str, ...]] = []
         self.left: list[list[str]] = []
-        self.parts: list[str] = []
+        self.told: list[Verdict] = []
         self.succeeded: list[Failure] = []
         self.steps = [0]
         self.over = False
-        self.monitor = SimpleNamespace(beats=SimpleNamespace(steps=lambda: self.steps))
+        self.monitor = self
+
+    @property
+    def all_have_made_a_step(self) -> bool:
+        return min(self.steps) > 0
 
     def time_is_over(self) -> bool:
         return self.over
@@ -157,8 +165,8 @@ class Budget:
     def conclude(self, failure: Failure) -> Failure:
         return failure
 
-    def parted(self, apart: str) -> None:
-        self.parts.append(apart)
+    def tell(self, verdict: Verdict) -> None:
+        self.told.append(verdict)
 
     def admitting(self, hosts: tuple[str, ...]) -> None:
         self.admitted.append(hosts)
@@ -171,7 +179,8 @@ def member(others: Others, budget: Budget | Supervisor | None = None) -> tuple[M
     interrupts = Interrupts(lambda: None)
     company: Any = others
     supervisor: Any = budget or Budget(1)
-    found = Member(company, supervisor, interrupts)
+    spec: Any = SimpleNamespace(local_world_size=1)
+    found = Member(company, supervisor, interrupts, spec)
     found.begin()
     return found, interrupts
 
@@ -212,7 +221,7 @@ def test_who_did_not_reach_whom_is_told_once_by_the_leader(leads: bool) -> None:
     others.apart = "waiting for the network: 1 of 2 ways is closed"
     one.begin()
     one.begin()
-    assert budget.parts == (["waiting for the network: 1 of 2 ways is closed"] if leads else [])
+    assert [one.what for one in budget.told] == (["waiting for the network: 1 of 2 ways is closed"] if leads else [])
 
 
 @pytest.mark.parametrize("failure", [CLOSED, replace(KILLED, hung=True)], ids=["a connection lost", "a hang"])
@@ -553,6 +562,14 @@ def test_who_leads_after_another_says_so_once() -> None:
     leader.begin()
     leader.begin()
     assert budget.succeeded == [GONE]
+
+
+def test_a_round_may_have_a_place_for_fewer_workers_of_a_host() -> None:
+    company, supervisor, spec = Others(), Budget(1), SimpleNamespace(local_world_size=3)
+    given: Any = (company, supervisor, Interrupts(lambda: None), spec)
+    Member(*given)
+    company.seated(2)
+    assert spec.local_world_size == 2
 
 
 def test_a_lost_store_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

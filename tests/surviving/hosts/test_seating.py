@@ -1,6 +1,7 @@
 """Who sits where: a table is there when all have said how many workers they have."""
 
 import socket
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import psutil
@@ -8,6 +9,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
+from allranks.errors import LayoutError
 from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts import seating
 from allranks.surviving.hosts.meeting import MeetingStore
@@ -15,7 +17,7 @@ from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.hosts.seating import Seating
 
-A, B = _NodeDesc("a", 1, 0), _NodeDesc("b", 2, 0)
+A, B, C = _NodeDesc("a", 1, 0), _NodeDesc("b", 2, 0), _NodeDesc("c", 3, 0)
 
 
 @pytest.fixture
@@ -106,3 +108,56 @@ def test_a_spare_that_leads_is_new_and_the_others_are_not(pair: tuple[Seating, S
         one.announce(8, (A, B))
     opened = spare.open(8, (A, B))
     assert opened is not None and [opened.members[place] for place in opened.new] == [B]
+
+
+def test_whom_the_layout_leaves_over_has_no_place_and_who_has_trained_keeps_it(pair: tuple[Seating, Seating]) -> None:
+    leader, other = pair  # with two workers, and with three
+    leader.seat = lambda workers: (*workers[:1], *(0 for _ in workers[1:]))
+    for one in pair:
+        one.announce(5, (A, B))
+    table = leader.open(5, (A, B))
+    assert table is not None and table == other.find(5, (A, B))
+    assert (table.members, table.workers, table.spares) == ((B,), (2,), ("a",)) and table.addresses == ()
+    leader.seat = lambda workers: (2, 2)
+    for one in pair:
+        one.announce(6, (A, B))
+    table = leader.open(6, (A, B))
+    assert table is not None and table == other.find(6, (A, B))
+    assert (table.members, table.workers, table.spares) == ((B, A), (2, 2), ("1 of 3 workers on a",))
+
+
+def test_of_two_hosts_the_one_that_has_trained_before_goes_on() -> None:
+    store, found, nodes = HashStore(), [], (A, B, C)
+    for node in nodes:
+        meeting = MeetingStore(store, Endpoint("127.0.0.1", 1), "127.0.0.1", serves=node == A, call_seconds=5.0)
+        found.append(Seating(meeting, Notices(meeting, Seal(b"0123456789abcdef")), node, 1))
+    leader, _, trained = found
+    leader.seat = lambda workers: (1, 1, 0)
+    trained.know()
+    for one in found:
+        one.announce(5, nodes)
+    table = leader.open(5, nodes)
+    assert table is not None and (table.members, table.spares) == ((A, C), ("b",))
+
+
+def test_too_few_for_the_layout_are_told_to_all_and_forgotten_in_the_next_round(pair: tuple[Seating, Seating]) -> None:
+    def refuse(workers: Sequence[int]) -> tuple[int, ...]:
+        raise LayoutError(f"not {sum(workers)}")
+
+    leader, other = pair
+    leader.seat = refuse
+    for one in pair:
+        one.announce(5, (A, B))
+    assert leader.open(5, (A, B)) is None and other.find(5, (A, B)) is None
+    assert (leader.short, other.short) == ("not 5", "not 5")
+    leader.seat = tuple
+    for one in pair:
+        one.announce(6, (A, B))
+    assert leader.open(6, (A, B)) == other.find(6, (A, B)) is not None and (leader.short, other.short) == ("", "")
+
+
+def test_a_host_that_waits_is_known_by_its_number_of_workers(pair: tuple[Seating, Seating]) -> None:
+    leader, other = pair
+    assert leader.workers_of(A) == 0
+    other.introduce()
+    assert leader.workers_of(A) == 3

@@ -8,7 +8,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from allranks.failure import Failure
 from allranks.surviving.hosts.ending import Report
-from allranks.surviving.hosts.staying import count_staying, find_leaving, is_unheard, may_part
+from allranks.surviving.hosts.staying import find_leaving, find_staying, is_unheard, may_part
 
 A, B, C, SPARE = (_NodeDesc(name, pid, 0) for pid, name in enumerate("abcs", 8))
 STOPPED = Report(75, stopped=True)
@@ -34,7 +34,7 @@ def presence(*, lost: set[_NodeDesc], waiting: set[_NodeDesc]) -> Any:
 )
 def test_every_host_is_counted_once(leaving: Any, lost: Any, waiting: Any, left: set[_NodeDesc], staying: int) -> None:
     notices: Any = SimpleNamespace(has_left=lambda node: node in left)
-    assert count_staying((A, B, C), leaving, presence(lost=lost, waiting=waiting), notices) == staying
+    assert len(find_staying((A, B, C), leaving, presence(lost=lost, waiting=waiting), notices)) == staying
 
 
 def test_who_leaves_and_of_whom_nothing_is_known() -> None:

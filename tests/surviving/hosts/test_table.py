@@ -16,6 +16,10 @@ def test_ranks_follow_the_order_of_the_hosts() -> None:
     assert [TABLE.ranks(TABLE.place_of(node)) for node in (A, B, C)] == [range(2), range(2, 3), range(3, 6)]
 
 
+def test_a_host_hears_which_ranks_it_has_and_who_leads() -> None:
+    assert [TABLE.describe(place) for place in (1, 2)] == ["rank 2 of 6; b leads", "ranks 3 to 5 of 6; b leads"]
+
+
 def test_torchelastic_takes_them_from_here() -> None:
     for place, ranks in ((0, [0, 1]), (1, [2]), (2, [3, 4, 5])):
         spec = WorkerSpec(ROLE, len(ranks), LocalRendezvous("run"), entrypoint="x")

@@ -7,10 +7,8 @@ nothing that is not sealed decides who is which rank. Where the place outlives t
 
 import contextlib
 import math
-import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import final
 
 from torch.distributed.elastic.rendezvous.api import (
@@ -25,22 +23,23 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from allranks.config_guard import GuardConfig
 from allranks.errors import ProcessError
-from allranks.failure import INTERRUPTED, TRANSIENT, Failure
+from allranks.failure import TRANSIENT, Failure
 from allranks.surviving.hosts.backend import SealedBackend
 from allranks.surviving.hosts.doors import look_around
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
-from allranks.surviving.hosts.farewell import farewell_seconds, is_last
+from allranks.surviving.hosts.farewell import is_over
 from allranks.surviving.hosts.handler import leave_round, make_handler
 from allranks.surviving.hosts.lead import Lead
-from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss, who_is_here
-from allranks.surviving.hosts.meeting import PATIENCE_SECONDS
+from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss, explain_want
 from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.place import MeetingPlace
 from allranks.surviving.hosts.presence import Presence
 from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.hosts.seating import Seating
+from allranks.surviving.hosts.spares import Spares
 from allranks.surviving.hosts.suspicion import find_lost, find_more_lost
 from allranks.surviving.hosts.table import Table, host_of
+from allranks.surviving.hosts.waiting import Waiting
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.rendezvous import QuietRendezvous
 
@@ -54,10 +53,10 @@ class Company(QuietRendezvous):
 
     Attributes:
         guard, least: how long to wait for whom, and for how many.
-        notices: what hosts tell each other.
-        tell: says a line to this host's user.
-        table, seating: the hosts of the round under way, and how they find it.
+        notices, tell: what hosts tell each other; says a line to this host's user.
+        table, seating, spares: the hosts of the round under way, how they find it, and who waits beside it.
         presence: which hosts live.
+        seated: called with how many workers this host has in a round that begins.
         outlives_leader: whether the others can go on without this host where it leads.
         on_lead: called when this host leads after another one, before a round begins; what that was lost by.
         succeeded: what `on_lead` has told, until somebody has taken it from here.
@@ -79,18 +78,18 @@ class Company(QuietRendezvous):
         self.table = Table(0, (), "", 0)
         self.on_lead: Callable[[], Failure | None] = lambda: None
         self.succeeded: Failure | None = None
-        self.apart, self.outlives_leader = "", meeting.outlives_leader
+        self.apart, self._apart_since, self.outlives_leader = "", 0.0, meeting.outlives_leader
         self._meeting, self._nodes, self.least = meeting, nodes, least
         self.guard, self.tell = guard, tell
-        self._interrupts: Interrupts | None = None
-        self._joining_since: float | None = None
-        self._told, self._apart_since = False, 0.0
         backend = SealedBackend(meeting, seal, self._see)
         self.presence = Presence(guard.host_seconds, backend.reader)
         self._inner = make_handler(backend, least, nodes, guard)
         self._node: _NodeDesc = self._inner._this_node
+        self._waiting = Waiting(self._node, nodes, guard, self.tell)
         self._lead = Lead(meeting, seal, self._node)
         self.seating = Seating(meeting, self.notices, self._node, nproc)
+        self.spares = Spares(self.notices, self.seating, nodes)
+        self.seated: Callable[[int], None] = lambda workers: None
 
     @property
     def leads(self) -> bool:
@@ -109,7 +108,7 @@ class Company(QuietRendezvous):
 
     def heed(self, interrupts: Interrupts) -> None:
         """From now on a request to stop ends also the waiting for others."""
-        self._interrupts = interrupts
+        self._waiting.interrupts = interrupts
 
     def is_closed(self) -> bool:
         """Whether the run has ended for all."""
@@ -126,15 +125,13 @@ class Company(QuietRendezvous):
             RunEnded: the run has ended for all, or somebody asked this command to stop.
             ProcessError: a host did not come, or the leader has gone; one line.
         """
-        self._joining_since, self._told, self._apart_since = time.monotonic(), False, 0.0
+        self._apart_since = 0.0
+        self._waiting.begin()
         try:
             find_more_lost(self.lost, self.table, self._node, self.notices, self.presence)
             self.presence.await_survivors(self._node, self.notices.staying(self.table.number, self.table.members))
-            while True:
-                self._inner.next_rendezvous()
-                table = self._seat(self.presence.state)
-                if table is not None and self._all_are_reached(table):
-                    break
+            self.seating.introduce()
+            table = self._meet()
         except (RendezvousClosedError, RendezvousGracefulExitError):
             raise RunEnded(self._how_it_ended()) from None
         except RendezvousTimeoutError:
@@ -142,46 +139,51 @@ class Company(QuietRendezvous):
         except (*LOST, *FORGED) as error:
             raise self.explain(error) from error
         finally:
-            self._joining_since = None
+            self._waiting.since = None
         self.table = table
         self.presence.begin_round(table.members)
+        self.spares.begin_round(table)
+        self.seated(table.workers[self.place])
         if not self.leads:
-            ranks = table.ranks(self.place)
-            own = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-            self.tell(f"{own} of {sum(table.workers)}; {host_of(table.members[0])} leads")
+            self.tell(table.describe(self.place))
         place = RendezvousStoreInfo(table.address, table.port)
         return RendezvousInfo(table.assignments(), self.place, len(table.members), place)
 
+    def _meet(self) -> Table:
+        """A round in which this host has a place, and all hosts reach each other."""
+        while True:
+            try:
+                self._inner.next_rendezvous()
+            except RendezvousTimeoutError:
+                if not self.presence.is_beside(self._node):
+                    raise
+                continue  # others train: however long they do, it may take the place of one
+            table = self._seat(self.presence.state)
+            if table is not None and self._node not in table.members:
+                self._waiting.is_spare(sum(table.workers))
+                self.presence.await_survivors(self._node, ())  # who trains knows whom the next round awaits
+                leave_round(self._inner)
+            elif table is not None and self._all_are_reached(table):
+                return table
+
     def _see(self, state: _RendezvousState) -> None:
-        """Every state that is read or written; the waiting ends here for who was asked to stop, and with the run."""
+        """Every state that is read or written."""
         self.presence.state = state
-        if self._joining_since is None:
-            return
-        if state.closed or (self._interrupts is not None and self._interrupts.first is not None):
-            raise RendezvousGracefulExitError
-        spare = state.complete and self._node in state.redundancy_list
-        if self._told or (state.complete and not spare) or time.monotonic() - self._joining_since < PATIENCE_SECONDS:
-            return
-        self._told, here = True, who_is_here(self.presence, self._node, self._nodes)
-        waiting = f"{here}: waiting up to {self.guard.join_seconds:g} s (guard.join_seconds)"
-        self.tell(f"all {self._nodes} places are taken: this host waits until one is free" if spare else waiting)
+        self._waiting.look(self.presence, self.notices)
 
     def _late(self) -> ProcessError:
-        message = (
-            f"{who_is_here(self.presence, self._node, self._nodes)}; the others did not come to "
-            f"{self._meeting.endpoint} within {self.guard.join_seconds:g} s (guard.join_seconds): start the same "
-            "command on every host"
-        )
+        who = (self.presence, self._node, self._nodes, self.seating.short)
+        message = explain_want(*who, self._meeting.endpoint, self.guard)
         if self.leads:
             self.end(Ending(TRANSIENT, message=message))
         return ProcessError(message)
 
     def _how_it_ended(self) -> Ending:
         """For all, or because somebody asked this command to stop: then it does so for all, if they need it."""
-        self._joining_since = None  # what is written from here on is no waiting that a request ends
-        if self._interrupts is None or self._interrupts.first is None:
+        self._waiting.since = None  # what is written from here on is no waiting that a request ends
+        ending = self._waiting.asked_ending()
+        if ending is None:
             return self.notices.ending() or Ending(TRANSIENT, message="the run has ended")
-        ending = Ending(INTERRUPTED if self._interrupts.first == signal.SIGINT else TRANSIENT)
         if self.leads or not self.presence.is_beside(self._node):
             self.end(ending)
         return ending
@@ -195,31 +197,44 @@ class Company(QuietRendezvous):
         number, members = state.round, tuple(sorted(state.participants))
         self.seating.announce(number, members)
         deadline, sought_at = time.monotonic() + self.guard.join_seconds, -math.inf
-        while not self._is_over(number, members):
-            if time.monotonic() - sought_at > SEEK_SECONDS:
-                sought_at, leader = time.monotonic(), self._seek_in_round()
+        while True:
+            is_over = self._is_over(number, members)
+            if not is_over and time.monotonic() - sought_at > SEEK_SECONDS:
+                sought_at, led, leader = time.monotonic(), self.leads, self._lead.seek()
+                if self.leads and not led:
+                    self.succeeded = self.on_lead()
                 if leader in {*self.presence.state.wait_list, *self.presence.state.redundancy_list}:
                     return None  # it lives, and did not find room: now it does
-            found = (self.seating.open if self.leads else self.seating.find)(number, members)
-            if found is not None:
-                return found
+            if self.leads:
+                found = None if is_over else self.seating.open(number, members)
+            else:  # a spare has gone, perhaps, because it has read before this host where it has no place
+                found = self.seating.find(number, members)
+                is_over = is_over and (found is None or self._is_over(number, found.members))
+            if self.seating.short:
+                self._waiting.is_short(self.seating.short)
+                is_over = is_over or (len(members) < self._nodes and bool(self.presence.waiting()))
+                self.presence.await_survivors(self._node, members)
+            if is_over or found is not None:
+                return None if is_over else found
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError
             time.sleep(POLL_SECONDS)
-        return None
 
     def _all_are_reached(self, table: Table) -> bool:
         """Whether workers can start. Who is new and kept apart ends; the others meet again, until they are reached."""
         if not table.tried:
             return True
-        place, since = table.place_of(self._node), self._joining_since
-        self._joining_since = None  # a request to stop is obeyed as of one whose workers start
+        place, since = table.place_of(self._node), self._waiting.since
+        self._waiting.since = None  # a request to stop is obeyed as of one whose workers start
         try:
-            ways = look_around(self.notices, table, place, partial(self._is_off, table))
+            ways = look_around(
+                *(self.notices, table, place),
+                lambda: self._waiting.is_asked_to_stop or self._is_over(table.number, table.members),
+            )
         finally:
-            self._joining_since = since
+            self._waiting.since = since
         if ways is None:
-            return not self._is_over(table.number, tuple(sorted(table.members)))
+            return not self._is_over(table.number, table.members)
         if not ways.closed:
             self.seating.know()
             return True
@@ -239,18 +254,6 @@ class Company(QuietRendezvous):
         self.presence.await_survivors(self._node, rest)
         return False
 
-    def _is_off(self, table: Table) -> bool:
-        asked = self._interrupts is not None and self._interrupts.first is not None
-        return asked or self._is_over(table.number, tuple(sorted(table.members)))
-
-    def _seek_in_round(self) -> _NodeDesc | None:
-        """Who leads; this host, after what a new leader has to do, where nobody did any more."""
-        led = self.leads
-        leader = self._lead.seek()
-        if self.leads and not led:
-            self.succeeded = self.on_lead()
-        return leader
-
     def _is_over(self, number: int, members: tuple[_NodeDesc, ...]) -> bool:
         """Whether a round has ended before it began: somebody left, or says nothing any more."""
         self._inner.num_nodes_waiting()  # reads the state where it is older than a poll
@@ -262,8 +265,9 @@ class Company(QuietRendezvous):
         return find_lost(self.table, self._node, self.notices, self.presence, self._lead, self.guard)
 
     def newcomers(self) -> tuple[str, ...]:
-        """The names of hosts that wait to join the round under way."""
-        return tuple(sorted(map(host_of, self.presence.living(self.presence.state.wait_list) - {*self.table.members})))
+        """The names of hosts that wait to join the round under way, and with which more workers would train."""
+        waiting = self.presence.living(self.presence.state.wait_list) - {*self.table.members}
+        return self.spares.let_in(self.table, waiting)
 
     def report(self, report: Report) -> None:
         """Say how this host's workers of this round ended."""
@@ -285,15 +289,11 @@ class Company(QuietRendezvous):
 
     def leave(self) -> None:
         """The last call. The leader stays until the others have read the end: a store of its own goes with it."""
-        over = False
+        over, met = False, (self._node, self.table, self.presence, self.notices)
         with contextlib.suppress(*LOST, *FORGED, RendezvousError):
             self.notices.say_goodbye(self._node)
             if self.notices.ending() is not None:
-                state = self.presence.state
-                others = {*self.table.members, *state.participants, *state.wait_list} - {self._node}
-                seconds = farewell_seconds(self._interrupts, leads=self.leads)
-                last = is_last(others, self.presence, self.notices, seconds)
-                over = last or self.leads
+                over = is_over(*met, self._waiting.interrupts, leads=self.leads)
             elif self.notices.starts_again(self.table.number):
                 leave_round(self._inner)  # the others go on
         self._inner._stop_heartbeats()

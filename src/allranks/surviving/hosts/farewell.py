@@ -8,6 +8,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.presence import Presence
+from allranks.surviving.hosts.table import Table
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.workers import KILL_SECONDS, LEAVING_SECONDS
 
@@ -23,6 +24,28 @@ def farewell_seconds(interrupts: Interrupts | None, *, leads: bool) -> float:
     if not leads:
         return 0.0
     return BRIEF_SECONDS if interrupts is not None and interrupts.urgent else LONGEST_SECONDS
+
+
+def is_over(
+    node: _NodeDesc,
+    table: Table,
+    presence: Presence,
+    notices: Notices,
+    interrupts: Interrupts | None,
+    *,
+    leads: bool,
+) -> bool:
+    """Whether nobody needs the meeting any more, when a host leaves a run that has ended; who leads waits for others.
+
+    Args:
+        node: this host.
+        table: of the last round.
+
+    Raises:
+        StoreLostError, SealError
+    """
+    others = {*table.members, *presence.state.participants, *presence.waiting()} - {node}
+    return is_last(others, presence, notices, farewell_seconds(interrupts, leads=leads)) or leads
 
 
 def is_last(others: Iterable[_NodeDesc], presence: Presence, notices: Notices, seconds: float) -> bool:

@@ -39,6 +39,17 @@ def who_is_here(presence: Presence, node: _NodeDesc, most: int) -> str:
     return f"{len(here)} of {most} hosts are here ({', '.join(sorted(map(host_of, here)))})"
 
 
+def explain_want(
+    presence: Presence, node: _NodeDesc, most: int, short: str, endpoint: Endpoint, guard: GuardConfig
+) -> str:
+    """Why a host waits no longer; `short`: why the layout cannot train on the hosts that are there, or ""."""
+    here = who_is_here(presence, node, most)
+    late = f"the others did not come to {endpoint} within {guard.join_seconds:g} s (guard.join_seconds)"
+    if short:
+        return f"{here}, too few to train: {short}; {late}: start the same command on more hosts"
+    return f"{here}; {late}: start the same command on every host"
+
+
 def describe_silence(guard: GuardConfig, *, suspected: bool) -> str:
     """Why a host is taken for lost; `suspected`: earlier than by its silence alone."""
     if suspected:

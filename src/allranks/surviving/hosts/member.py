@@ -7,21 +7,21 @@ Supervisor's budget of restarts, from what all have reported: either it goes the
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from signal import SIGINT
+from functools import partial
 from typing import Literal, final
 
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from allranks.failure import PREEMPTED, Failure, first_failure
 from allranks.process_environment import ATTEMPT, HOSTS
+from allranks.surviving.hosts.changes import Changes
 from allranks.surviving.hosts.company import Company
 from allranks.surviving.hosts.ending import Ending, Report
 from allranks.surviving.hosts.hearing import Hearing
 from allranks.surviving.hosts.losses import FORGED, LOST
 from allranks.surviving.hosts.moments import Moments
 from allranks.surviving.hosts.statement import Statement, find_absent, find_alarm, gather
-from allranks.surviving.hosts.staying import count_staying, find_leaving, is_unheard, may_part
-from allranks.surviving.hosts.table import host_of
+from allranks.surviving.hosts.staying import is_unheard, may_part
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.outcome import Outcome
 from allranks.surviving.ruling import Ruling
@@ -42,7 +42,14 @@ class Member:
         outcome: how the run ended, once `settle` has said "end".
     """
 
-    def __init__(self, company: Company, supervisor: Supervisor | None, interrupts: Interrupts) -> None:
+    def __init__(
+        self,
+        company: Company,
+        supervisor: Supervisor | None,
+        interrupts: Interrupts,
+        spec: WorkerSpec,
+    ) -> None:
+        """`spec`: of this host's workers; a round may have a place for fewer of them."""
         self.outcome: Outcome | None = None
         self._company = company
         self._supervisor = supervisor
@@ -54,10 +61,10 @@ class Member:
         self._ending: Ending | None = None
         self._hearing: Hearing | None = None
         self._workers: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {})
-        self._admitting: tuple[str, ...] = ()
-        self._has_said_stopped = False
+        self._changes = Changes(company, supervisor, interrupts)
         self._moments = Moments()
         company.heed(interrupts)
+        company.seated = partial(setattr, spec, "local_world_size")
 
     def begin(self) -> dict[str, str]:
         """Workers of a new round are about to start; after the loss of a leader, under another.
@@ -71,14 +78,10 @@ class Member:
         if self._company.succeeded is not None and self._supervisor is not None:
             self._supervisor.succeeding(self._company.succeeded)
             self._company.succeeded = None
-        if self._company.apart and self._company.leads and self._supervisor is not None:
-            self._supervisor.parted(self._company.apart)
-        self._company.apart = ""
         self._reported_at = self._lost = self._hung = self._ending = None
         self._workers, self._moments = ({}, {}), Moments()
         self._hearing = Hearing(self._company.notices, self._company.table, self._company.place)
-        self._admitting = ()
-        self._has_said_stopped = False
+        self._changes.begin()
         table = self._company.table
         hosts = {HOSTS: ",".join(table.addresses)} if self._company.guard.bad_link == "warn" else {}
         return {ATTEMPT: str(table.attempt), **hosts}
@@ -145,16 +148,8 @@ class Member:
         return self._supervisor.is_outdated(ruling, *self._workers)
 
     def admits(self) -> bool:
-        """Whether the leader's workers are to save and end now, so that hosts that wait can join; said once.
-
-        Not before the first step: workers that start cannot save yet.
-        """
-        if not self._company.leads or self._admitting or self._interrupts.first is not None:
-            return False
-        if self._supervisor is None or min(self._supervisor.monitor.beats.steps()) == 0:
-            return False
-        self._admitting = self._company.newcomers()
-        return bool(self._admitting)
+        """As `Changes.admits`."""
+        return self._changes.admits()
 
     def settle(self, outcome: Outcome) -> Next:
         """All workers of this host have ended: whether it waits for the others, starts its workers again, or ends."""
@@ -172,8 +167,8 @@ class Member:
         if self._reported_at is None:
             self._reported_at = time.monotonic()
             failure = first_failure(filter(None, (outcome.first_failure, self._lost, self._hung)))
-            self._has_said_stopped = self._interrupts.first is not None
-            company.report(Report(outcome.exit_code, failure, self._has_said_stopped))
+            self._changes.has_said_stopped = self._interrupts.first is not None
+            company.report(Report(outcome.exit_code, failure, self._changes.has_said_stopped))
             if failure is not None and not company.leads:
                 company.tell(f"{failure.brief()}; the leader decides what follows")
         ending = company.notices.ending()
@@ -184,12 +179,12 @@ class Member:
             return self._obey(ending, outcome)
         if company.leads:
             following = self._judge(outcome)
-            if following == "again" and self._has_said_stopped:
+            if following == "again" and self._changes.has_said_stopped:
                 company.notices.hand_over()
                 return self._leave(outcome)
             return following
         starts_again = company.notices.starts_again(company.table.number)
-        if starts_again and self._has_said_stopped:
+        if starts_again and self._changes.has_said_stopped:
             return self._leave(outcome)
         return "again" if starts_again or self._lost is not None or self._need_not_ask() else "wait"
 
@@ -224,14 +219,14 @@ class Member:
             if None in reports:
                 return "wait"
             over = self._supervisor is not None and self._supervisor.time_is_over()
-            if not over and (self._may_admit(said) or self._may_leave(said)):
+            if not over and (self._changes.may_admit(said) or self._changes.may_leave(said)):
                 return "again"
             return self._end(Ending(next((one.exit_code for one in said if one.exit_code), 0)), outcome)
         cause = self._moments.first(reports, company.place, filter(None, [self._lost]))
         assert cause is not None
         if (cause.consequence or may_part(said, cause)) and self._may_hear_more(reports):
             return "wait"
-        if self._goes_on_without(reports, cause):
+        if self._changes.goes_on_without(reports, cause):
             company.notices.start_again(company.table.number)
             return "again"
         if any(report.stopped for report in said):
@@ -244,46 +239,6 @@ class Member:
         if self._supervisor is not None:
             cause = self._supervisor.conclude(cause)
         return self._end(Ending(cause.exit_code, cause), outcome)
-
-    def _may_admit(self, said: Sequence[Report]) -> bool:
-        """Whether all have saved and ended for hosts that wait to join; then all start again, with these."""
-        if not self._admitting or any(one.stopped or one.exit_code != PREEMPTED for one in said):
-            return False
-        assert self._supervisor is not None
-        self._supervisor.admitting(self._admitting)
-        self._company.notices.start_again(self._company.table.number)
-        return True
-
-    def _may_leave(self, said: Sequence[Report]) -> bool:
-        """Whether all have saved for hosts that were asked to stop; then the others start again, if they are enough."""
-        leaving = find_leaving(self._company.table.members, said)
-        if not leaving or any(one.exit_code != PREEMPTED for one in said):
-            return False
-        if self._supervisor is None or not self._are_enough_without(leaving):
-            return False
-        self._supervisor.leaving(list(map(host_of, leaving)))
-        self._company.notices.start_again(self._company.table.number)
-        return True
-
-    def _goes_on_without(self, reports: Sequence[Report | None], cause: Failure) -> bool:
-        """Whether the others go on without hosts that were asked to stop and could not save: as if these were lost."""
-        leaving = find_leaving(self._company.table.members, reports)
-        if not may_part(filter(None, reports), cause) or not self._are_enough_without(leaving):
-            return False
-        if self._supervisor is None or not self._supervisor.may_restart(cause):
-            return False
-        self._supervisor.restarting(cause)
-        return True
-
-    def _are_enough_without(self, leaving: Sequence[_NodeDesc]) -> bool:
-        """Whether the others can go on, with hosts that wait for room, and without this one, which leads, if it leaves.
-
-        What this host was asked after it had reported is for all, who have counted on it, and so is Ctrl-C.
-        """
-        company, first = self._company, self._interrupts.first
-        if first is not None and (first == SIGINT or not (self._has_said_stopped and company.outlives_leader)):
-            return False
-        return count_staying(company.table.members, leaving, company.presence, company.notices) >= company.least
 
     def _may_hear_more(self, reports: Sequence[Report | None]) -> bool:
         """Whether a host of which nothing is known may still report, or be found to be lost as another one is."""

@@ -3,8 +3,11 @@
 run                        what all hosts have to have alike, and where the Run directory is     (by the leader)
 planning                   which host plans the layout, before there is a Run directory          (by the leader)
 heirs                      [host, pid] of all who have led, or were about to                     (by the leader)
+workers/NODE               how many workers a host has, while it waits as well
 member/ROUND/NUMBER        a host's number of workers, and its addresses
-meet/ROUND                 the attempt, the workers' store, the hosts' order, workers and addresses   (by the leader)
+meet/ROUND                 the attempt, the workers' store, the hosts' order, workers and addresses, the spares; or
+                           why they are too few                                                 (by the leader)
+spares/ROUND               hosts that wait beside it, and that it has no use for                (by the leader)
 door/ROUND/PLACE           where a host listens for a moment, in a first round (Door)
 row/ROUND/PLACE            which of these it does not reach, and why
 inquiry/ROUND              something is wrong: the number of the question what (hearing.py)

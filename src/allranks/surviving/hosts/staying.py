@@ -29,12 +29,12 @@ def is_unheard(members: Sequence[_NodeDesc], reports: Sequence[Report | None], p
     return any(one is None and node not in presence.lost for node, one in zip(members, reports, strict=True))
 
 
-def count_staying(
+def find_staying(
     members: Iterable[_NodeDesc], leaving: Iterable[_NodeDesc], presence: Presence, notices: Notices
-) -> int:
-    """How many hosts there are for the next round, with those that wait for room. Raises StoreLostError, SealError.
+) -> list[_NodeDesc]:
+    """The hosts that there are for the next round, with those that wait. Raises StoreLostError, SealError.
 
     Hosts, not numbers of them: one that was asked to stop may be lost before that is judged.
     """
     staying = {*members, *presence.waiting()} - {*leaving, *presence.lost}
-    return sum(not notices.has_left(node) for node in staying)
+    return sorted(node for node in staying if not notices.has_left(node))

@@ -26,6 +26,7 @@ class Table:
         tried: the places of hosts of which all see whether they are reached: the new ones, and after a round in which
             connections were lost, or nothing went on, all.
         addresses: of all networks that its hosts are on; empty where it has one host.
+        spares: in words, hosts and workers that are there and have no place in it.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Table:
     new: tuple[int, ...] = ()
     tried: tuple[int, ...] = ()
     addresses: tuple[str, ...] = ()
+    spares: tuple[str, ...] = ()
 
     def place_of(self, node: _NodeDesc) -> int:
         """A host's number among the members."""
@@ -46,6 +48,12 @@ class Table:
         """The global ranks of a host's workers."""
         first = sum(self.workers[:place])
         return range(first, first + self.workers[place])
+
+    def describe(self, place: int) -> str:
+        """What a host's user hears of the round: which of its ranks are there, and who leads."""
+        ranks = self.ranks(place)
+        own = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        return f"{own} of {sum(self.workers)}; {host_of(self.members[0])} leads"
 
     def assignments(self) -> Store:
         """What torchelastic's agents would agree on through the common store, in one of this process alone.
