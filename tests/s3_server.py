@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +63,10 @@ class S3Server:
         with urllib.request.urlopen(request, timeout=30.0):
             pass
 
-    def files(self, **more: Any) -> Any:
-        """A client of it: an fsspec file system of its own, without a memory of listings."""
-        import s3fs
-
-        keys = {"key": "testing", "secret": "testing", "endpoint_url": self.endpoint}
-        return s3fs.S3FileSystem(**(keys | more), skip_instance_cache=True, use_listings_cache=False)
+    @cached_property
+    def files(self) -> Any:
+        """A client of it, without a memory of listings."""
+        return client(self.port, use_listings_cache=False)
 
     def signal(self, number: signal.Signals) -> None:
         """Stop it, let it go on, or kill it."""
@@ -88,10 +88,18 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
     server = S3Server(folder)
     try:
         server.start()
-        server.files().mkdir(BUCKET)
+        server.files.mkdir(BUCKET)
         yield server
     finally:
         server.close()
+
+
+def client(port: int, **more: Any) -> Any:
+    """An fsspec file system of its own, by way of this port; it takes a while to make."""
+    import s3fs
+
+    keys = {"key": "testing", "secret": "testing", "endpoint_url": f"http://127.0.0.1:{port}"}
+    return s3fs.S3FileSystem(**keys, **more, skip_instance_cache=True)
 
 
 class Line:
@@ -102,11 +110,13 @@ class Line:
         sent: bytes that have gone to the server.
         cut_at: when so many have, every connection is cut, and no other one is taken; None: never.
         holds: whether nothing goes on, though connections stay.
+        rate: bytes a second that come back at most, on each connection; None: as they come.
     """
 
     def __init__(self, port: int) -> None:
         self.sent, self.holds = 0, False
         self.cut_at: int | None = None
+        self.rate: int | None = None
         self._to = port
         self._open = list[socket.socket]()
         self._lock = threading.Lock()
@@ -164,12 +174,14 @@ class Line:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 while self.holds and not self._is_cut():
-                    threading.Event().wait(0.02)
+                    time.sleep(0.02)
                 if counts:
                     self.sent += len(data)
                 if self._is_cut():
                     self.cut()
                     break
+                if self.rate is not None and not counts:
+                    time.sleep(len(data) / self.rate)
                 target.sendall(data)
         for one in (source, target):
             with suppress(OSError):

@@ -1,6 +1,7 @@
 """The mirror in a real S3 server, in a process of its own: its pages, its parts, its errors, and a line that is cut."""
 
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from allranks.checkpointing.checkpoint import Checkpoint, verify_files
 from allranks.checkpointing.mirror import Mirror
 from allranks.errors import CheckpointError
 from tests.checkpointing.worlds import SHAPES, save_alone
-from tests.s3_server import BUCKET, PAGE, S3Server, line, needs_s3, s3_server
+from tests.s3_server import BUCKET, PAGE, S3Server, client, line, needs_s3, s3_server
 
 RUN = "run-a"
 URL = f"s3://{BUCKET}/mine"
@@ -27,22 +28,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def mirror(server: S3Server, request: pytest.FixtureRequest) -> Iterator[Mirror]:
+def mirror(server: S3Server, request: pytest.FixtureRequest) -> Mirror:
     """In a bucket of this test's."""
-    bucket = f"bucket-{abs(hash(request.node.name))}"
-    server.files().mkdir(bucket)
-    yield reach(server.port, f"s3://{bucket}/mine")
+    bucket = f"bucket-{zlib.crc32(request.node.name.encode())}"
+    server.files.mkdir(bucket)
+    return reach(server.port, f"s3://{bucket}/mine")
+
+
+CLIENTS = dict[int, Any]()
 
 
 def reach(port: int, url: str = URL, **more: Any) -> Mirror:
-    """The mirror by way of this port; where that does not answer it is asked again for a second, not for minutes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        mirror = Mirror(url, RUN, **more)
-        mirror._files.connect()  # as any call does; while the environment says where to
-    mirror._files.retries = 1
+    """The mirror by way of this port; where that does not answer it is asked for seconds, not for minutes."""
+    if port not in CLIENTS:
+        CLIENTS[port] = client(port, config_kwargs={"retries": {"max_attempts": 1}})
+        CLIENTS[port].retries = 1
+    mirror = Mirror(url, RUN, **more)
+    mirror._files = CLIENTS[port]
     return mirror
 
 
@@ -60,7 +62,7 @@ def test_what_was_brought_comes_back_and_what_is_too_old_goes(mirror: Mirror, se
         mirror.bring(checkpoint)
         mirror.prune(2, keep_every=100 if checkpoint.step == 100 else None)
     assert steps_in(mirror) == steps_in(reach(server.port, mirror.url)) == [400, 300]
-    assert len(server.files().find(mirror._root)) == 2 * len(files_of(sent[0])), "nothing is left of the others"
+    assert len(server.files.find(mirror._root)) == 2 * len(files_of(sent[0])), "nothing is left of the others"
     fetched = mirror.fetch(mirror.list_newest()[0], tmp_path / "b", RUN)
     assert files_of(fetched) == files_of(sent[3])
     verify_files(fetched)
@@ -71,9 +73,9 @@ def test_a_folder_of_many_pages_is_read_to_its_end(
     mirror: Mirror, server: S3Server, tmp_path: Path, pages: int
 ) -> None:
     """105: more than the thousand that S3 itself lists at a time."""
-    server.files().pipe({f"{mirror._root}/another-{n:08d}": b"x" for n in range(pages * PAGE)})
+    server.files.pipe({f"{mirror._root}/another-{n:08d}": b"x" for n in range(pages * PAGE)})
     mirror.bring(save_alone(tmp_path / "a", 100))
-    assert len(server.files().ls(mirror._root)) == pages * PAGE + 1 and steps_in(mirror) == [100]
+    assert len(server.files.ls(mirror._root)) == pages * PAGE + 1 and steps_in(mirror) == [100]
     mirror.bring(save_alone(tmp_path / "a", 200))
     mirror.prune(1)
     assert steps_in(mirror) == [200]
@@ -170,8 +172,8 @@ def test_a_server_that_is_killed_has_lost_all_and_is_filled_again(tmp_path: Path
         server.start()
         with pytest.raises(CheckpointError, match=r"cannot be written: FileNotFoundError: .*bucket does not exist"):
             mirror.bring(save_alone(tmp_path / "a", 300))
-        assert server.files().ls("") == [], "nobody has made a bucket"
-        server.files().mkdir(BUCKET)
+        assert server.files.ls("") == [], "nobody has made a bucket"
+        server.files.mkdir(BUCKET)
         mirror.bring(save_alone(tmp_path / "a", 400))
         assert steps_in(mirror) == [400]
 
