@@ -159,6 +159,7 @@ def test_a_line_on_which_nothing_moves_is_left_after_a_while(
         assert steps_in(mirror) == [200]
 
 
+@pytest.mark.full
 def test_a_server_that_is_killed_has_lost_all_and_is_filled_again(tmp_path: Path) -> None:
     with s3_server(tmp_path) as server:
         mirror = reach(server.port)

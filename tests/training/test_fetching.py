@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from allranks.checkpointing.mirror import Mirror
+from allranks.checkpointing.mirror import Mirror, Mirrored
 from allranks.errors import CheckpointError
 from allranks.training import fetching
 from allranks.training.fetching import fetch_newer, has_saved
@@ -83,6 +83,17 @@ def test_a_mirror_that_refuses_is_told_of_and_spares_what_it_has(tmp_path: Path)
     mirror: Any = SimpleNamespace(is_there=refuse, spares=False)
     assert fetch_newer(run_in(tmp_path), mirror, alone(), None) == ("", ["the line is dead"])
     assert mirror.spares
+
+
+def test_each_that_is_refused_is_progress_too(tmp_path: Path) -> None:
+    def refuse(found: Any, *_: Any) -> Any:
+        raise CheckpointError(f"{found.name} stands still")
+
+    found = [Mirrored(1, step, f"step {step}") for step in (200, 100)]
+    mirror: Any = SimpleNamespace(is_there=lambda: True, list_newest=lambda: found, fetch=refuse, spares=False)
+    progressed = list[int]()
+    told = fetch_newer(run_in(tmp_path), mirror, alone(), None, lambda: progressed.append(1))
+    assert told == ("", ["step 200 stands still", "step 100 stands still"]) and progressed
 
 
 @pytest.mark.distributed

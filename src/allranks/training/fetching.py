@@ -98,6 +98,7 @@ def _fetch(run: Run, mirror: Mirror, nearer: Checkpoint | None, advanced: Callab
                 fetched = mirror.fetch(mirrored, run.checkpoints, run.id, advanced)
             except CheckpointError as error:
                 wrong.append(str(error))
+                advanced()  # to the one before it: several that stand still are no hang either
             else:
                 return f"{fetched.path.name} came back from {mirror.url}", wrong
     except CheckpointError as error:
