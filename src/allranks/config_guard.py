@@ -119,6 +119,13 @@ class GuardConfig(Section):
         phases = (self.first_step_seconds, self.compilation_seconds, self.evaluation_seconds, self.checkpoint_seconds)
         return max(LEAST_WAIT_SECONDS, self.input_seconds, self.hang_seconds or 0.0, *phases) + 60.0
 
+    @property
+    def elsewhere_seconds(self) -> float:
+        """How long nothing may come further in a second place for checkpoints, before it is left for now: so much less
+        than a hang takes that the run sees it first.
+        """
+        return min(self.first_step_seconds, self.checkpoint_seconds) / 2
+
     @model_validator(mode="after")
     def _know_the_muted(self) -> "GuardConfig":
         for name in self.muted:

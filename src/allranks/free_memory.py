@@ -55,6 +55,12 @@ def whole_host_bytes() -> int:
     return min([psutil.virtual_memory().total, *(group.limit for group in _groups())])
 
 
+def group_limit_bytes() -> int | None:
+    """What the tightest control group of this process may take; None: none takes less than the host has."""
+    limit = min((group.limit for group in _groups()), default=None)
+    return limit if limit is not None and limit < psutil.virtual_memory().total else None
+
+
 def free_bytes(directory: Path) -> int:
     """What may still be written there without taking memory that this host, or this container, has not."""
     place = os.statvfs(directory)

@@ -1,5 +1,6 @@
 """A second place: what was brought comes back whole, and nothing half-brought or altered ever does."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,38 @@ def test_a_large_file_tells_of_its_blocks(mirror: Mirror, tmp_path: Path, monkey
     sent, advanced = save_alone(tmp_path / "a"), list[int]()
     mirror.bring(sent, lambda: advanced.append(1))
     (found,) = mirror.list_newest()
-    assert len(advanced) >= sum(path.stat().st_size // 100 for path in sent.path.iterdir()) > 20
-    assert files_of(mirror.fetch(found, tmp_path / "b", RUN)) == files_of(sent)
+    blocks = sum(path.stat().st_size // 100 for path in sent.path.iterdir())
+    assert len(advanced) >= blocks > 20
+    advanced.clear()
+    assert files_of(mirror.fetch(found, tmp_path / "b", RUN, lambda: advanced.append(1))) == files_of(sent)
+    assert len(advanced) >= blocks, "on the way back, too"
+
+
+@pytest.mark.parametrize("done", ["listed", "written", "read", "tidied"])
+def test_a_place_where_nothing_comes_further_is_left_alone(mirror: Mirror, tmp_path: Path, done: str) -> None:
+    """A share whose server is gone answers no system call, and no error comes either."""
+    sent = save_alone(tmp_path / "a", 100)
+    mirror.bring(sent)
+    (found,) = mirror.list_newest()
+    again, go_on = Mirror(mirror.url, RUN, patience=0.5), threading.Event()
+
+    def stand(*_: Any, **__: Any) -> Any:
+        go_on.wait(60)
+        raise ConnectionError("only now")
+
+    calls: dict[str, Callable[[], object]] = {
+        "listed": again.list_newest,
+        "written": lambda: again.bring(save_alone(tmp_path / "a", 200)),
+        "read": lambda: again.fetch(found, tmp_path / "b", RUN),
+        "tidied": lambda: again.prune(1),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ls", "info", "size", "get_file"):
+            patch.setattr(again._files, name, stand)
+        with pytest.raises(CheckpointError, match=rf"cannot be {done}: TimeoutError: nothing has come further there"):
+            calls[done]()
+        go_on.set()
+    assert not (tmp_path / "b").exists() or list_checkpoints(tmp_path / "b") == []
 
 
 def test_what_is_there_already_is_not_brought_again_and_nothing_is_written_over(mirror: Mirror, tmp_path: Path) -> None:
@@ -104,7 +135,7 @@ def test_what_is_not_answered_once_is_neither_gone_nor_old(mirror: Mirror, tmp_p
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(again._files, question, answer)
-        with pytest.raises(CheckpointError, match="cannot be listed: ConnectionError: the line is dead"):
+        with pytest.raises(CheckpointError, match="cannot be tidied: ConnectionError: the line is dead"):
             again.prune(2)
         assert failed
         again.prune(2)
@@ -182,7 +213,7 @@ def test_a_file_that_is_gone_or_too_long_is_one_line(mirror: Mirror, tmp_path: P
     mirror._files.pipe_file(path, content + b"x")
     fetched: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr(type(mirror._files), "get_file", watched(type(mirror._files).get_file, fetched))
+        patch.setattr(Mirror, "_get", watched(Mirror._get, fetched))
         with pytest.raises(CheckpointError, match=rf"has {len(content) + 1} bytes, and {len(content)} in its manifest"):
             mirror.fetch(found, tmp_path / "b", RUN)
     assert len(fetched) == 2 and not any("rank-00000" in one for one in fetched), "the disk is not filled first"

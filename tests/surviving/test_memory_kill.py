@@ -1,17 +1,20 @@
 """The kernel's counts of what it ended for want of memory, and what they say of a SIGKILL."""
 
-import os
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from allranks.failure import describe_signal
+from allranks.run import Run
 from allranks.surviving import memory_kill
 from allranks.surviving.memory_kill import RecentKills, count_memory_kills, decode_kill
+from tests.commands import PROGRAMS, allranks, steps
+from tests.memory_group import memory_group
 
+FAULTY = str(PROGRAMS / "faulty.py")
 KILLED = describe_signal(9, rank=1, pid=7, when=0.0)
 
 
@@ -69,23 +72,51 @@ def test_the_counts_of_a_container_are_found(
 
 @pytest.mark.full
 def test_a_real_kill_for_want_of_memory_is_counted() -> None:
-    """A process in a container of 60 MB takes 200 MB (root and cgroup v1 only)."""
-    folder = Path(f"/sys/fs/cgroup/memory/allranks-test-{os.getpid()}")
-    try:
-        folder.mkdir()
-    except OSError:
-        pytest.skip("needs root and cgroup v1")
-    try:
-        (folder / "memory.limit_in_bytes").write_text(str(60 * 2**20))
+    """A process in a container of 60 MB takes 200 MB."""
+    with memory_group(60 * 2**20) as folder:
         before = count_memory_kills()
         script = f"open('{folder}/cgroup.procs', 'w').write('0'); bytearray(b'x' * (200 << 20))"
         ran = subprocess.run([sys.executable, "-c", script], check=False, timeout=100)
         assert ran.returncode == -9
         assert "by the kernel for want of memory" in decode_kill(KILLED, before, count_memory_kills()).render()
-    finally:
-        for _ in range(100):
-            try:
-                folder.rmdir()
-                break
-            except OSError:
-                time.sleep(0.05)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize(("fault", "code"), [("memory", 0), ("memory again", 93)])
+def test_a_run_whose_rank_the_kernel_kills_for_want_of_memory_is_told_so(tmp_path: Path, fault: str, code: int) -> None:
+    """Rank 1 takes 8 GB in its 15th forward, of the 2 GB that all may take: once, or in every attempt."""
+    quick = ("train.steps=30", "train.global_batch=8", "checkpoint.every=5", "--nproc", "2", "--layout", "ddp")
+    limit = 2 * 10**9 // 4096 * 4096  # in whole pages, as the kernel keeps it
+    with memory_group(limit) as folder:
+        inside = ("sh", "-c", f'echo 0 > {folder}/cgroup.procs && exec "$@"', "sh")
+        words = ("train", FAULTY, *quick, f"task.fault={fault}", "guard.restarts=1", "--run", "run")
+        ran = allranks(*words, folder=tmp_path, check=code, launcher=inside)
+    told = [event for event in Run.open(tmp_path / "run").events() if event["event"] == "verdict"]
+    assert [event["kind"] for event in told] == ["restart"], ran.stderr
+    at = re.search(r"after step (1[0-4]): rank 1 .* SIGKILL, most likely by the kernel", told[0]["what"])
+    assert at is not None, told
+    assert run_ended_as_documented(tmp_path / "run", code, int(at[1]), ran.stderr)
+    name = folder.name
+    assert re.search(rf"oom_kill in \S*{name}/\S+ rose from 0 to 1 in the last \d+ s, and its processes", ran.stderr)
+    assert "may take 2.0 GB together; lower train.micro_batch" in ran.stderr
+
+
+def run_ended_as_documented(run: Path, code: int, last: int, said: str) -> bool:
+    """It has gone on from its checkpoint to its last step; or, met by the same again, it ends and says in which step.
+
+    Args:
+        last: the step after which the kernel killed first.
+        said: by the command.
+    """
+    if code == 0:
+        return list(steps(run)) == list(range(1, 31)) and Run.open(run).attempts == 2
+    again = f"no progress: 2 attempts in a row ended without a step after step {last}"
+    return max(steps(run)) == last and again in said and f"each ended in step {last + 1}" in said
+
+
+def test_the_limit_of_the_container_is_told() -> None:
+    told = decode_kill(KILLED, {"/c": 1}, {"/c": 2}, limit=3 * 10**9).render()
+    assert "rose from 1 to 2 in the last 10 s, and its processes may take 3.0 GB together; lower" in told
+    system = str(memory_kill.SYSTEM)
+    assert "together" not in decode_kill(KILLED, {system: 1}, {system: 2}, limit=3 * 10**9).render()

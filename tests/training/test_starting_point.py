@@ -36,7 +36,7 @@ def test_what_is_farther_is_brought_near_first(
         seen.append(f"hosts {memory}")
         return "brought", ["not whole"]
 
-    def fetch_newer(run: Any, mirror: Any, processes: Any, nearer: Any) -> tuple[str, list[str]]:
+    def fetch_newer(run: Any, mirror: Any, processes: Any, nearer: Any, progress: Any) -> tuple[str, list[str]]:
         seen.append(f"mirror {nearer}")
         return "fetched", []
 
@@ -69,7 +69,7 @@ def test_all_ranks_read_what_is_near_and_the_mirror_is_asked_for_newer_ones(
             raise CheckpointError("no good checkpoint")
         return f"found {len(found)}", []
 
-    def fetch_newer(run: Any, mirror: Any, processes: Any, nearer: Any) -> tuple[str, list[str]]:
+    def fetch_newer(run: Any, mirror: Any, processes: Any, nearer: Any, progress: Any) -> tuple[str, list[str]]:
         asked.append(nearer)
         return fetched, []
 

@@ -12,7 +12,9 @@ from allranks.durable import sync
 from allranks.errors import CheckpointError
 
 
-def adopt(directory: Path, step: int, run: str, bring: Callable[[Path], object]) -> Checkpoint:
+def adopt(
+    directory: Path, step: int, run: str, bring: Callable[[Path], object], advanced: Callable[[], None] = lambda: None
+) -> Checkpoint:
     """Make it one of `directory`'s, in the place of the one of that step if there is one.
 
     Args:
@@ -20,6 +22,8 @@ def adopt(directory: Path, step: int, run: str, bring: Callable[[Path], object])
         step: that it is of.
         run: the run's id.
         bring: brings its files into the empty directory that it is given.
+        advanced: called as it comes further, and last before it becomes one of `directory`'s; where that raises, it
+            does not.
 
     Raises:
         CheckpointError: what was brought is not whole, or of another run.
@@ -32,9 +36,10 @@ def adopt(directory: Path, step: int, run: str, bring: Callable[[Path], object])
         temporary.mkdir(parents=True)
         bring(temporary)
         checkpoint = Checkpoint.open(temporary, run)
-        verify_files(checkpoint)
+        verify_files(checkpoint, progress=advanced)
         for path in (*temporary.iterdir(), temporary):
             sync(path)
+            advanced()
         replaced = publish(temporary, target, partial(sync, directory))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -146,8 +145,11 @@ def check_sizes(checkpoint: Checkpoint) -> None:
         OpenFile(checkpoint.path, name, record).close()
 
 
-def verify_files(checkpoint: Checkpoint, num_threads: int = 2) -> None:
+def verify_files(checkpoint: Checkpoint, num_threads: int = 2, progress: Callable[[], None] = lambda: None) -> None:
     """Read every byte of every file, compare it with its SHA-256, and see that the boxes make up every tensor.
+
+    Args:
+        progress: called after each chunk.
 
     Raises:
         CheckpointError: the first damage found: which file, which bytes.
@@ -155,7 +157,8 @@ def verify_files(checkpoint: Checkpoint, num_threads: int = 2) -> None:
     read_index(checkpoint.path, checkpoint.manifest)
     for name, record in checkpoint.manifest.files.items():
         with closing(OpenFile(checkpoint.path, name, record)) as file:
-            deque(file.chunks(num_threads=num_threads), maxlen=0)
+            for _ in file.chunks(num_threads=num_threads):
+                progress()
 
 
 def newest_good(

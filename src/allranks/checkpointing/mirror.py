@@ -11,8 +11,8 @@ what it goes on with.
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -21,11 +21,16 @@ from allranks.checkpointing.adopting import adopt
 from allranks.checkpointing.checkpoint import MANIFEST_FILE, Checkpoint, seal, step_name
 from allranks.checkpointing.manifest import MANIFEST_BYTES_CAP, parse_manifest
 from allranks.checkpointing.reading import COMMITTED_FILE
+from allranks.checkpointing.standstill import Result, unless_still
 from allranks.errors import CheckpointError, ConfigError
+
+PATIENCE_SECONDS: Final = 900.0
 
 _NAME = re.compile(r"step-(\d{8,18})\.[0-9a-f]{12}")
 _DIGEST_LETTERS: Final = 12
 _BLOCK_BYTES: Final = 32 << 20
+_BUCKETS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
+"""Kinds of places without folders, where making one would make a bucket that is missing."""
 
 
 @final
@@ -46,14 +51,15 @@ class Mirrored:
 class Mirror:
     """The checkpoints of one run in the place that `url` names.
 
-    Every method raises CheckpointError, in one line, where the place refuses.
+    Every method raises CheckpointError, in one line, where the place refuses, or where nothing comes further there for
+    `patience` seconds: what it does is in a thread of its own, for a system call to a dead share does not come back.
 
     Attributes:
         spares: what others than the newest attempt have brought stays, however old: this process could not see
             beforehand what that is, and may have gone on without it.
     """
 
-    def __init__(self, url: str, run: str) -> None:
+    def __init__(self, url: str, run: str, patience: float = PATIENCE_SECONDS) -> None:
         """Raises ConfigError: no such kind of place, or its package is not installed."""
         from fsspec.core import url_to_fs
 
@@ -64,6 +70,7 @@ class Mirror:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"checkpoint.mirror={url}: {reason}; fsspec's own pages name the package") from error
         self._files: Any = files
+        self._patience = patience
         self._root = f"{root.rstrip('/')}/{run}"
         self._generations: dict[str, int] = {}
         self._was_there = False
@@ -71,42 +78,22 @@ class Mirror:
 
     def list_newest(self) -> list[Mirrored]:
         """What is committed there, newest first."""
-        with self._refusing("listed"):
-            committed = [(step, name) for step, name in self._names() if self._committed(name)]
-            return sorted((Mirrored(self._generation(name), step, name) for step, name in committed), reverse=True)
+        return self._refusing("listed", self._list_newest)
 
     def is_there(self) -> bool:
         """Whether there is a folder of this run. Where it is not, something was there all the same, it may be: a file
         system that is not mounted leaves no error, and an empty directory or none.
         """
-        with self._refusing("listed"):
-            self._files.invalidate_cache()
-            try:
-                self._files.ls(self._root, detail=False)
-            except FileNotFoundError:
-                return False
-            self._was_there = True
-            return True
+        return self._refusing("listed", lambda move: self._is_there())
 
     def bring(self, checkpoint: Checkpoint, advanced: Callable[[], None] = lambda: None) -> None:
         """Copy a committed checkpoint there; one that is there already is left as it is.
 
         Args:
-            advanced: called after each file, and after each block of one where the place tells of blocks.
+            advanced: called after each file, and after each block of one where the place tells of blocks; in another
+                thread.
         """
-        manifest = (checkpoint.path / MANIFEST_FILE).read_bytes()
-        name = f"{step_name(checkpoint.step)}.{seal(manifest).decode()[:_DIGEST_LETTERS]}"
-        place = f"{self._root}/{name}"
-        with self._refusing("written"):
-            if self._committed(name):
-                self._was_there = True
-                return
-            self._check_still_there()
-            self._files.makedirs(place, exist_ok=True)
-            for file in (*checkpoint.manifest.files, MANIFEST_FILE, COMMITTED_FILE):
-                self._put(checkpoint.path / file, f"{place}/{file}", advanced)
-                advanced()
-            self._was_there = True
+        self._refusing("written", lambda move: self._bring(checkpoint, _both(move, advanced)))
 
     def prune(self, keep: int, keep_every: int | None = None) -> None:
         """Take away what is older than the `keep` newest, and what was never brought to its end.
@@ -114,30 +101,72 @@ class Mirror:
         Args:
             keep_every: those of every so-many-th step stay as well, for ever; None: none.
         """
-        with self._refusing("tidied"):
-            newest = self.list_newest()
-            kept = {found.name for found in newest[:keep]}
-            if self.spares:
-                kept |= {found.name for found in newest if found.generation != newest[0].generation}
-            if keep_every is not None:
-                kept |= {found.name for found in newest if found.step % keep_every == 0}
-            for _, name in self._names():
-                if name not in kept:
-                    place = f"{self._root}/{name}"
-                    with suppress(FileNotFoundError):
-                        self._files.rm_file(f"{place}/{COMMITTED_FILE}")
-                    self._files.rm(place, recursive=True)
+        self._refusing("tidied", lambda move: self._prune(keep, keep_every, move))
 
-    def fetch(self, found: Mirrored, directory: Path, run: str) -> Checkpoint:
+    def fetch(
+        self, found: Mirrored, directory: Path, run: str, advanced: Callable[[], None] = lambda: None
+    ) -> Checkpoint:
         """Bring a checkpoint back into `directory`, RUN/checkpoints, under its name there: whole, verified, or not at
-        all.
+        all. `advanced` as of `bring`, and after each block that is verified.
         """
+        return self._refusing("read", lambda move: self._fetch(found, directory, run, _both(move, advanced)))
+
+    def _list_newest(self, move: Callable[[], None]) -> list[Mirrored]:
+        found = []
+        for step, name in self._names():
+            move()
+            if self._committed(name):
+                found.append(Mirrored(self._generation(name), step, name))
+        return sorted(found, reverse=True)
+
+    def _is_there(self) -> bool:
+        self._files.invalidate_cache()
+        try:
+            self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return False
+        self._was_there = True
+        return True
+
+    def _bring(self, checkpoint: Checkpoint, advanced: Callable[[], None]) -> None:
+        manifest = (checkpoint.path / MANIFEST_FILE).read_bytes()
+        name = f"{step_name(checkpoint.step)}.{seal(manifest).decode()[:_DIGEST_LETTERS]}"
+        place = f"{self._root}/{name}"
+        if not self._committed(name):
+            self._check_still_there()
+            self._make_folder(place)
+            for file in (*checkpoint.manifest.files, MANIFEST_FILE, COMMITTED_FILE):
+                self._put(checkpoint.path / file, f"{place}/{file}", advanced)
+                advanced()
+        self._was_there = True
+
+    def _make_folder(self, place: str) -> None:
+        kinds = self._files.protocol
+        if _BUCKETS.isdisjoint((kinds,) if isinstance(kinds, str) else kinds):
+            self._files.makedirs(place, exist_ok=True)
+
+    def _prune(self, keep: int, keep_every: int | None, move: Callable[[], None]) -> None:
+        newest = self._list_newest(move)
+        kept = {found.name for found in newest[:keep]}
+        if self.spares:
+            kept |= {found.name for found in newest if found.generation != newest[0].generation}
+        if keep_every is not None:
+            kept |= {found.name for found in newest if found.step % keep_every == 0}
+        for _, name in self._names():
+            if name not in kept:
+                move()
+                place = f"{self._root}/{name}"
+                with suppress(FileNotFoundError):
+                    self._files.rm_file(f"{place}/{COMMITTED_FILE}")
+                self._files.rm(place, recursive=True)
+
+    def _fetch(self, found: Mirrored, directory: Path, run: str, advanced: Callable[[], None]) -> Checkpoint:
         place = f"{self._root}/{found.name}"
 
         def bring(empty: Path) -> None:
             for file in (MANIFEST_FILE, COMMITTED_FILE):
                 self._check_size(f"{place}/{file}")
-                self._files.get_file(f"{place}/{file}", str(empty / file))
+                self._get(f"{place}/{file}", empty / file, advanced)
             manifest = parse_manifest((empty / MANIFEST_FILE).read_bytes(), f"{self.url}: {found.name}")
             if manifest.step != found.step:
                 raise CheckpointError(f"{self.url}: {found.name} is of step {manifest.step}")
@@ -146,16 +175,13 @@ class Mirror:
                 if size != record.bytes:  # else it could fill the disk
                     said = f"{size} bytes, and {record.bytes} in its manifest"
                     raise CheckpointError(f"{self.url}: {found.name}: {file} has {said}")
-                self._files.get_file(f"{place}/{file}", str(empty / file))
+                self._get(f"{place}/{file}", empty / file, advanced)
 
-        with self._refusing("read"):
-            return adopt(directory, found.step, run, bring)
+        return adopt(directory, found.step, run, bring, advanced)
 
     def _check_still_there(self) -> None:
         """See that a folder that was there is, before it would be made anew where its file system was mounted."""
-        from fsspec.implementations.local import LocalFileSystem
-
-        if self._was_there and isinstance(self._files, LocalFileSystem) and not self.is_there():
+        if self._was_there and self._is_local() and not self._is_there():
             raise CheckpointError(
                 f"{self.url} cannot be written: {self._root} was there and is not any more; mount its file system "
                 "again, or make the folder if it was deleted on purpose"
@@ -163,21 +189,23 @@ class Mirror:
 
     def _put(self, source: Path, target: str, advanced: Callable[[], None]) -> None:
         """Copy one file there, and tell of each block: a large one takes longer than nothing may go on."""
-        from fsspec.callbacks import Callback
+        if self._is_local():
+            _copy(source, Path(target), advanced)
+        else:
+            self._files.put_file(str(source), target, callback=_told(advanced))
+
+    def _get(self, source: str, target: Path, advanced: Callable[[], None]) -> None:
+        """Copy one file from there, and tell as `_put`."""
+        if self._is_local():
+            _copy(Path(source), target, advanced)
+        else:
+            self._files.get_file(source, str(target), callback=_told(advanced))
+        advanced()
+
+    def _is_local(self) -> bool:
         from fsspec.implementations.local import LocalFileSystem
 
-        if not isinstance(self._files, LocalFileSystem):
-            told = Callback(hooks={"advanced": lambda size, value, **_: advanced()})
-            self._files.put_file(str(source), target, callback=told)
-            return
-        # Another file system of this host's, such as NFS: fsspec tells nothing of it, and what is not synced meanwhile
-        # is when the file is closed.
-        with source.open("rb") as file, open(target, "wb") as copy:
-            while block := file.read(_BLOCK_BYTES):
-                copy.write(block)
-                copy.flush()
-                os.fsync(copy.fileno())
-                advanced()
+        return isinstance(self._files, LocalFileSystem)
 
     def _names(self) -> list[tuple[int, str]]:
         self._files.invalidate_cache()
@@ -210,13 +238,39 @@ class Mirror:
         if size is None or size > MANIFEST_BYTES_CAP:
             raise CheckpointError(f"{self.url}: {path} has {size} bytes, at most {MANIFEST_BYTES_CAP} are read")
 
-    @contextmanager
-    def _refusing(self, done: str) -> Iterator[None]:
-        """What a store says, whatever class it has, in one line."""
+    def _refusing(self, done: str, call: Callable[[Callable[[], None]], Result]) -> Result:
+        """What `call` returns; what a store says, whatever class it has, in one line."""
         try:
-            yield
+            return unless_still(self._patience, call)
         except CheckpointError:
             raise
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError(f"{self.url} cannot be {done}: {type(error).__name__}: {reason:.300}") from error
+
+
+def _both(one: Callable[[], None], other: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        one()
+        other()
+
+    return both
+
+
+def _told(advanced: Callable[[], None]) -> Any:
+    """What fsspec calls whenever a block has gone."""
+    from fsspec.callbacks import Callback
+
+    return Callback(hooks={"advanced": lambda size, value, **_: advanced()})
+
+
+def _copy(source: Path, target: Path, advanced: Callable[[], None]) -> None:
+    """Between two file systems of this host's, such as NFS: fsspec tells nothing of it, and what is not synced
+    meanwhile is when the file is closed.
+    """
+    with source.open("rb") as file, target.open("wb") as copy:
+        while block := file.read(_BLOCK_BYTES):
+            copy.write(block)
+            copy.flush()
+            os.fsync(copy.fileno())
+            advanced()

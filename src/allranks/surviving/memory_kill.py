@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import final
 
 from allranks.failure import Failure
+from allranks.free_memory import group_limit_bytes
+from allranks.units import format_bytes
 
 SYSTEM = Path("/proc/vmstat")
 MOUNT = Path("/sys/fs/cgroup")
@@ -45,7 +47,7 @@ class RecentKills:
     def decode(self, failure: Failure) -> Failure:
         """The failure of a worker that has ended now, as `decode_kill` reads it."""
         seconds, before = time.monotonic() - self._seen[0][0], self._seen[0][1]
-        return decode_kill(failure, before, count_memory_kills(), seconds)
+        return decode_kill(failure, before, count_memory_kills(), seconds, limit=group_limit_bytes())
 
 
 def count_memory_kills() -> dict[str, int]:
@@ -78,12 +80,18 @@ def _own_counters() -> list[Path]:
 
 
 def decode_kill(
-    failure: Failure, before: Mapping[str, int], after: Mapping[str, int], seconds: float = RECENT_SECONDS
+    failure: Failure,
+    before: Mapping[str, int],
+    after: Mapping[str, int],
+    seconds: float = RECENT_SECONDS,
+    *,
+    limit: int | None = None,
 ) -> Failure:
     """The failure of a worker that SIGKILL ended, with what the kernel's counts before and after say.
 
     Args:
         seconds: between the two.
+        limit: bytes that the processes of this container may take together; None: none is known.
     """
     if failure.signal != "SIGKILL" or not after:
         return failure
@@ -97,5 +105,7 @@ def decode_kill(
         path = risen[0]
         whose = "" if path != str(SYSTEM) else " (or another process of this machine was)"
         counts = f"oom_kill in {path} rose from {before.get(path, 0)} to {after[path]} in the last {seconds:.0f} s"
+        if limit is not None and path != str(SYSTEM):
+            counts += f", and its processes may take {format_bytes(limit)} together"
         words = f"most likely by the kernel for want of memory{whose}: {counts}; {REMEDY}"
     return replace(failure, message=f"was killed by SIGKILL, {words}")

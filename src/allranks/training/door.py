@@ -42,7 +42,8 @@ def join(
         keep: newest checkpoints that are kept.
         change: config keys that may differ from the run's first start, such as "train.global_batch".
         keys: of the section layout what a layout string has not, as a Run's TOML file names it: `ddp_hook="bfloat16"`,
-            `local_sgd=100`; of the section guard those of the sentinels: `digest_every`, `on_finding`, `mute`.
+            `local_sgd=100`; of the section guard those of the sentinels: `digest_every`, `on_finding`, `mute`; of the
+            section checkpoint `mirror="s3://bucket/folder"` and `keep_every`.
 
     Raises:
         ConfigError, LayoutError: an argument is wrong, or this process has joined already.

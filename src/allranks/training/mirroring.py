@@ -1,16 +1,14 @@
-"""Checkpoints on their way to the mirror, beside the training; and from it, where it has a newer one."""
+"""Checkpoints on their way to the mirror, beside the training."""
 
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints
 from allranks.checkpointing.mirror import Mirror
 from allranks.errors import CheckpointError
-from allranks.run import Run
-from allranks.stepping.world import Processes
 
 LOOK_SECONDS = 1.0
 
@@ -75,6 +73,7 @@ class Mirroring:
                     with self._lock:
                         self._refused += filter(self._stays, [checkpoint])
                     self._tell(error)
+                    self._advance()  # to the next one: who waits for all of them sees that
         finally:
             with self._lock:
                 if self._thread is threading.current_thread():  # it was ended out of its turn
@@ -113,52 +112,3 @@ class Mirroring:
 
     def _advance(self) -> None:
         self._num_blocks += 1
-
-
-def fetch_newer(run: Run, mirror: Mirror, processes: Processes, nearer: Checkpoint | None) -> tuple[str, list[str]]:
-    """Bring back the mirror's newest good checkpoint where that is newer than all that is nearer; collective.
-
-    What a later attempt has written is newer, whatever its step.
-
-    Args:
-        run: whose RUN/checkpoints all hosts share.
-        nearer: the newest good one that is here, the same on every rank; None: there is none.
-
-    Returns:
-        What was fetched, in a line, or ""; and what went wrong with newer ones. The same on every rank.
-    """
-    found: dict[str, Any] = {}
-    if processes.rank == 0:
-        found["fetched"], found["wrong"] = _fetch(run, mirror, nearer)
-    found = processes.share(found)
-    return found["fetched"], found["wrong"]
-
-
-def has_saved(run: Run) -> bool:
-    """Whether an attempt has brought a checkpoint to the disk, as the journal tells."""
-    return any(event["event"] == "checkpoint" and "tier" not in event for event in run.events())
-
-
-def _fetch(run: Run, mirror: Mirror, nearer: Checkpoint | None) -> tuple[str, list[str]]:
-    wrong: list[str] = []
-    known = None if nearer is None else (nearer.manifest.generation, nearer.step)
-    try:
-        if not mirror.is_there() and has_saved(run):
-            wrong.append(
-                f"{mirror.url} has no folder {run.id}, and this run has saved checkpoints: the file system there is "
-                "not mounted, or the folder was deleted, or nothing has been brought there yet"
-            )
-        for mirrored in mirror.list_newest():
-            if known is not None and (mirrored.generation, mirrored.step) <= known:
-                break
-            try:
-                fetched = mirror.fetch(mirrored, run.checkpoints, run.id)
-            except CheckpointError as error:
-                wrong.append(str(error))
-            else:
-                return f"{fetched.path.name} came back from {mirror.url}", wrong
-    except CheckpointError as error:
-        wrong.append(str(error))
-    finally:
-        mirror.spares = bool(wrong)
-    return "", wrong

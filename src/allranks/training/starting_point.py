@@ -10,7 +10,7 @@ from allranks.checkpointing.peers import Hosts
 from allranks.errors import CheckpointError
 from allranks.run import Run
 from allranks.stepping.world import Processes
-from allranks.training.mirroring import fetch_newer, has_saved
+from allranks.training.fetching import fetch_newer, has_saved
 from allranks.training.peer_copies import bring_copies
 from allranks.training.snapshot import find_checkpoint
 
@@ -25,6 +25,7 @@ def find_starting_point(
     hosts: Hosts | None,
     mirror: Mirror | None,
     tell: Callable[[str, Sequence[str], str], None],
+    progress: Callable[[], None] = lambda: None,
 ) -> tuple[Checkpoint | None, list[str]]:
     """As `find_checkpoint`, with what other hosts' memories and a mirror have, where that is newer; collective.
 
@@ -32,6 +33,7 @@ def find_starting_point(
         memory: where copies lie in the memory of this host: whole, or with `hosts` this one's part; None: nowhere.
         hosts: which ranks share a memory, where several may have parts.
         tell: takes what was brought, what was wrong with newer ones, and the remedy.
+        progress: called on every rank whenever more has come from the mirror.
 
     Raises:
         CheckpointError: there are some, and none is good; or all that were here are gone, and the mirror has none that
@@ -50,7 +52,7 @@ def find_starting_point(
     except CheckpointError as error:
         damaged = error  # what the mirror has is all there is
     nearer = None if found is None else found[0]
-    fetched, wrong = fetch_newer(run, mirror, processes, nearer)
+    fetched, wrong = fetch_newer(run, mirror, processes, nearer, progress)
     tell(fetched, wrong, OPEN_MIRROR)
     if fetched:
         return find_checkpoint(run.checkpoints, run.id, processes, memory)

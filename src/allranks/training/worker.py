@@ -129,7 +129,7 @@ class _Training:
         self._first = processes.rank == 0
         self._journal = Journal(run.journal(processes.rank), processes.rank)
         url = prepared.config.checkpoint.mirror
-        self._mirror = None if url is None else Mirror(url, run.id)
+        self._mirror = None if url is None else Mirror(url, run.id, prepared.config.guard.elsewhere_seconds)
         self._screen = Screen(json=assignment.request.json) if self._first else None
 
     def go(self, log_bytes: int) -> int:
@@ -147,7 +147,8 @@ class _Training:
         config = self._prepared.config
         try:
             near = (self._memory, self._hosts, self._mirror)
-            checkpoint, skipped = find_starting_point(self._run, self._processes, *near, self._tell_of)
+            told = (self._tell_of, heartbeat.current().progress)
+            checkpoint, skipped = find_starting_point(self._run, self._processes, *near, *told)
             session = assemble(
                 self._prepared.task,
                 config,

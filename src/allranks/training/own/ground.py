@@ -46,6 +46,8 @@ LAYOUT_KEYS = (
     *("local_sgd", "outer_lr", "outer_momentum", "outer_nesterov"),
 )
 GUARD_KEYS = ("digest_every", "on_finding", "mute")  # of the section guard: the sentinels
+CHECKPOINT_KEYS = ("mirror", "keep_every")
+KEYS = (*LAYOUT_KEYS, *GUARD_KEYS, *CHECKPOINT_KEYS)
 
 
 @dataclass(frozen=True)
@@ -155,13 +157,13 @@ def prepare_ground(
 def _check_keys(given: Mapping[str, object]) -> list[str]:
     """`keys` of `join` as overrides. Raises ConfigError for one that there is not, naming the nearest."""
     for name in given:
-        if name not in (*LAYOUT_KEYS, *GUARD_KEYS):
-            near = difflib.get_close_matches(name, (*ARGUMENTS, *LAYOUT_KEYS, *GUARD_KEYS), n=2)
-            there = did_you_mean(near) or f"; there are {', '.join((*LAYOUT_KEYS, *GUARD_KEYS))}"
+        if name not in KEYS:
+            near = difflib.get_close_matches(name, (*ARGUMENTS, *KEYS), n=2)
+            there = did_you_mean(near) or f"; there are {', '.join(KEYS)}"
             raise ConfigError(f"join({name}=...): no such argument{there}")
     values = {name: _as_text(value) for name, value in given.items()}
     return [
-        f"{'guard' if name in GUARD_KEYS else 'layout'}.{name}={value}"
+        f"{'guard' if name in GUARD_KEYS else 'checkpoint' if name in CHECKPOINT_KEYS else 'layout'}.{name}={value}"
         for name, value in values.items()
         if value is not None
     ]

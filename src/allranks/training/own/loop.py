@@ -17,11 +17,12 @@ from allranks.recorded import Noting, note_error
 from allranks.training.own.banner import introduce
 from allranks.training.own.ground import Ground
 from allranks.training.own.run import Logbook, check_numbers
+from allranks.training.own.second_place import find_where_to_go_on
 from allranks.training.own.step import OwnStep
 from allranks.training.own.turn import FinishedStep
 from allranks.training.same_data import compare_data
 from allranks.training.saver import Saver
-from allranks.training.snapshot import Contents, find_checkpoint
+from allranks.training.snapshot import Contents
 from allranks.training.stop import StopRequests
 from allranks.verdict import Decision
 
@@ -75,24 +76,21 @@ class OwnLoop:
         if self._saver is not None or self.done or self._active is not None:
             raise TaskError("world.resume() belongs before the loop, once")
         logbook, processes, run = self.open(), self._ground.processes, self.open().run
-        found, skipped = find_checkpoint(run.checkpoints, run.id, processes)
-        warnings = [f"passed over a newer checkpoint: {reason}" for reason in skipped]
-        if found is None and run.attempts > 1:
-            warnings.append("there is no checkpoint yet: the run starts from the beginning")
+        found, warnings, mirroring = find_where_to_go_on(self._ground, logbook)
         data = compare_data(self.order, found, processes, "warn")
         for warning in (*warnings, *data.warnings, *data.decisions):
             logbook.say(f"warning: {warning}")
         contents = replace(contents, fingerprint=data.fingerprint)
-        saver = Saver(contents, processes, self._ground.config.checkpoint, run.checkpoints, run.id, run.attempts)
+        place = (self._ground.config.checkpoint, run.checkpoints, run.id, run.attempts)
+        self._saver = saver = Saver(contents, processes, *place, mirroring=mirroring)
         if found is not None:
             for decision in contents.load(found):
                 logbook.say(f"warning: {decision}")
             saver.go_on_from(found)
             self.done = found.step
-            samples = found.manifest.samples
-            logbook.write("resume", step=self.done, samples=samples, path=found.path.name)
-            logbook.say(f"resumed at step {self.done:,}, sample {samples:,}, from {found.path.name}")
-        saver.prove, self._saver = self._step.watch.prove, saver
+            logbook.write("resume", step=self.done, samples=found.manifest.samples, path=found.path.name)
+            logbook.say(f"resumed at step {self.done:,}, sample {found.manifest.samples:,}, from {found.path.name}")
+        saver.prove = self._step.watch.prove
         return self.done
 
     def batches(self) -> Generator[Any, None, None]:
@@ -156,6 +154,8 @@ class OwnLoop:
             self._active.close()
         self._step.abandon()
         self._save_rest()
+        if self._saver is not None:
+            self._saver.finish(lambda: None)
 
     def close(self, error: BaseException | None) -> None:
         """Close the Run, after an error too."""
