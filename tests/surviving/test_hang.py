@@ -24,6 +24,8 @@ def test_a_rank_that_saves_or_waits_for_a_disk_is_about_the_disk() -> None:
     for change in changes:
         cause = find_cause([witness(0, WAITS), witness(1, BEFORE, **change, **QUIET)], HUNG)
         assert (cause.kind, cause.ranks) == ("disk", (1,))
+        words = "rank 1 is waiting for a disk at /home/me/task.py:31 in loss, and the others wait for it"
+        assert cause.words == words
 
 
 def test_a_rank_in_code_of_its_own_is_a_straggler_and_its_line_is_named() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from allranks.surviving import monitor as module
 from allranks.surviving.kernel import process_state
 from allranks.surviving.monitor import (
     LEAST_HANG_SECONDS,
+    LEAST_SAVE_SECONDS,
     Alarm,
     Monitor,
     find_hung,
+    find_silent,
 )
 from tests.processes import wait_until
 from tests.surviving.rows import row
@@ -79,6 +82,24 @@ def test_where_loading_takes_long_it_may_and_who_waits_for_it_is_patient() -> No
     assert find_hung(rows(quiet(16, **always)), GUARD) is not None, "it loads no more, and there is no other"
     assert find_hung(rows(quiet(16), quiet(14, "input")), GUARD) is None, "that began to load a little later"
     assert find_hung(rows(quiet(17), quiet(16, "input")), GUARD) == Alarm("slow", (1,), LEAST_HANG_SECONDS, act=False)
+
+
+def test_a_checkpoint_that_shows_nothing_is_told_of_early_and_ended_late() -> None:
+    told = Alarm("slow", (1,), LEAST_SAVE_SECONDS, act=False, phase="checkpoint")
+    assert find_silent(rows(quiet(29), quiet(29, "checkpoint")), GUARD) is None
+    assert find_silent(rows(quiet(31), quiet(31, "checkpoint")), GUARD) == told
+    assert find_silent(rows(quiet(31, "checkpoint"), quiet(31, "checkpoint")), GUARD) == replace(told, ranks=(0, 1))
+    assert find_silent(rows(quiet(1801), quiet(1801, "checkpoint")), GUARD) == Alarm("hung", (0, 1), 15.0, act=True)
+
+
+def test_where_checkpoints_take_long_they_may_before_it_is_told() -> None:
+    always: dict[str, Any] = {"saving_seconds": 20.0}
+    assert find_silent(rows(quiet(99, "checkpoint"), quiet(99, "checkpoint", **always)), GUARD) is None
+    alarm = find_silent(rows(quiet(101, "checkpoint", **always), quiet(1)), GUARD)
+    assert alarm == Alarm("slow", (0,), 100.0, act=False, phase="checkpoint")
+    short = GuardConfig(checkpoint_seconds=25.0)
+    assert find_silent(rows(quiet(24, "checkpoint")), short) is None
+    assert find_silent(rows(quiet(26, "checkpoint")), short) == Alarm("hung", (0,), 25.0, act=True)
 
 
 @pytest.fixture

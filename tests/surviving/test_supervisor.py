@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 
 from allranks.config_guard import GuardConfig
 from allranks.errors import RollbackError
-from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure, describe_error
+from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure, describe_error, log_file
 from allranks.observing.heartbeat import MARK, PHASE, PHASES, STEP, Heartbeat
 from allranks.run import Run
-from allranks.surviving import evidence, unended, workers
+from allranks.surviving import evidence, monitor, unended, workers
+from allranks.surviving import supervisor as module
 from allranks.surviving.agent import run_workers
 from allranks.surviving.forkserver import choose_start_method
 from allranks.surviving.monitor import Row
@@ -80,6 +82,45 @@ def test_nothing_hangs_in_a_run_that_is_only_slow(small_server: None, tmp_path: 
     assert (outcome.exit_code, attempts) == (0, 1)
     assert [verdict.kind for verdict in told] == ["data", "goes_on"]
     assert "nothing follows yet" in told[0].evidence[-1]
+
+
+def test_a_save_that_does_not_return_is_told_of_and_left_in_peace(
+    small_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "LEAST_SAVE_SECONDS", 1.0)
+    outcome, told, attempts = train(tmp_path, "slow save")
+    assert (outcome.exit_code, attempts) == (0, 1)
+    assert [verdict.kind for verdict in told] == ["disk", "goes_on"]
+    assert "rank 1 is waiting for a disk at " in told[0].what and "entries.py:" in told[0].what
+    assert told[0].what.endswith("in meet_fault; it may take 1800 s")
+    assert "nothing follows yet" in told[0].evidence[-1] and "guard.checkpoint_seconds" in told[0].evidence[-1]
+    assert told[1].what == "the run goes on: rank 1 has its checkpoint behind it; it was slow and did not hang"
+
+
+def test_a_disk_that_does_not_answer_keeps_no_verdict(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its logs and its journal are on the disk that hangs: pipes without another end."""
+    monkeypatch.setattr(module, "DISK_SECONDS", 0.5)
+    journal = run.journal()
+    journal.unlink(missing_ok=True)
+    journal.parent.mkdir(exist_ok=True)
+    logs = run.path / "pipes"
+    logs.mkdir()
+    os.mkfifo(log_file(logs, 0))
+    supervisor = Supervisor(Supervision.of_run(run, GuardConfig()), 1, logs)
+    supervisor.begin_attempt()
+    supervisor.monitor.beats.slot(0)[PHASE] = PHASES.index("checkpoint")
+    (seen,) = supervisor.question({0: os.getpid()}, {0: 0})
+    assert (seen.row.rank, seen.row.phase, seen.stack) == (0, "checkpoint", ())
+    never = threading.Event()
+    monkeypatch.setattr("allranks.observing.journal.os.write", lambda *_: never.wait())
+    Supervision.of_run(run, GuardConfig()).tell(Verdict("disk", "rank 0 is waiting for a disk", (), "look"))
+    never.set()
+    supervisor.monitor.beats.close()
+    said = capsys.readouterr().err
+    assert "rank 0 is waiting for a disk" in said
+    assert said.splitlines()[-1] == "warning: this verdict is not in the journal: its disk does not answer"
 
 
 def test_an_evaluation_may_take_its_time(small_server: None, tmp_path: Path) -> None:

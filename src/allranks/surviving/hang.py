@@ -150,11 +150,15 @@ def _find_occupied(
         return Cause("data", loading, f"{name_ranks(loading, hosts)} still loading data{others}")
     writing = tuple(rank for rank in ranks if by_rank[rank].row.phase == "checkpoint" or by_rank[rank].row.state == "D")
     if writing:
-        return Cause("disk", writing, f"{name_ranks(writing, hosts)} waiting for a disk{others}")
-    place = by_rank[ranks[0]].place if ranks else None
-    where = f" at {place}" if place is not None else ""
+        where = _where(by_rank[writing[0]])
+        return Cause("disk", writing, f"{name_ranks(writing, hosts)} waiting for a disk{where}{others}")
+    where = _where(by_rank[ranks[0]]) if ranks else ""
     kind: Kind = "straggler" if waited_for else "stuck"
     return Cause(kind, tuple(ranks), f"{name_ranks(ranks, hosts)} busy{where}{others}")
+
+
+def _where(one: Testimony) -> str:
+    return f" at {one.place}" if one.place is not None else ""
 
 
 def absent_from(own: Collective, by_rank: Mapping[int, Testimony]) -> list[int]:

@@ -6,7 +6,8 @@ process, on the monotonic clock alone, and tells apart
     dead       the kernel says so at once (workers.py)
     stopped    the kernel shows the process as stopped (SIGSTOP, a debugger) or frozen, for `guard.stopped_seconds`
     hung       nobody comes further for longer than steps take here
-    slow       a rank loads data for longer than that: told, and left in peace until `guard.input_seconds`
+    slow       a rank loads data for longer than that, or a checkpoint shows nothing for longer than it does here: told,
+               and left in peace until `guard.input_seconds` or `guard.checkpoint_seconds`
 
 How long a step may take is learned from this run's own steps. The first step, later compilation, evaluation and
 checkpoints have limits of their own. A time in which this process did not run (a suspended machine) counts for nobody,
@@ -27,6 +28,7 @@ from allranks.observing.heartbeat import (
     PHASE,
     PHASES,
     PULSE,
+    SAVED,
     STEP,
     Phase,
 )
@@ -34,6 +36,7 @@ from allranks.surviving.beats import SharedBeats
 from allranks.surviving.kernel import FROZEN, STOPPED, core_seconds, is_frozen, process_state
 
 LEAST_HANG_SECONDS = 15.0
+LEAST_SAVE_SECONDS = 30.0  # without a sign of a checkpoint: until it is told
 LEARNED_FACTOR = 5.0
 LOOK_SECONDS = 0.25
 SUSPENDED_SECONDS = 5.0  # between two looks: then this process itself did not run
@@ -67,6 +70,7 @@ class Row:
         first_seconds, longest_seconds: its first step of this attempt, and how long later ones take, without loading;
             0.0 where there is none.
         loading_seconds: how long it loads data in later steps.
+        saving_seconds: how long a checkpoint shows nothing, of those that this attempt has written.
     """
 
     rank: int
@@ -80,17 +84,23 @@ class Row:
     longest_seconds: float
     mark: int = 0
     loading_seconds: float = 0.0
+    saving_seconds: float = 0.0
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Something is wrong: what, with whom first of all, and whether to act now or only to tell."""
+    """Something is wrong: what, with whom first of all, and whether to act now or only to tell.
+
+    Attributes:
+        phase: of `slow`: what takes long there, input or checkpoint.
+    """
 
     kind: Kind
     ranks: tuple[int, ...]
     limit_seconds: float
     act: bool
+    phase: Phase = "input"
 
 
 @final
@@ -153,7 +163,7 @@ class Monitor:
         awake = now - self.delayed_seconds
         rows = [self._row(place, pid, ranks[place], awake) for place, pid in sorted(pids.items())]
         self.note_steps()
-        alarm = self._find_stopped(rows, now) or find_hung(rows, self._guard)
+        alarm = self._find_stopped(rows, now) or find_silent(rows, self._guard)
         if alarm is None:
             self._told = None
             return rows, None
@@ -202,6 +212,7 @@ class Monitor:
             longest_seconds=slot[LONGEST] / 1e9,
             mark=slot[MARK],
             loading_seconds=slot[LOADED] / 1e9,
+            saving_seconds=slot[SAVED] / 1e9,
         )
 
     def _find_stopped(self, rows: Sequence[Row], now: float) -> Alarm | None:
@@ -214,6 +225,23 @@ class Monitor:
         limit = self._guard.stopped_seconds
         self.stopped = tuple(rank for rank, (_, since) in self._stopped_since.items() if now - since >= limit)
         return Alarm("stopped", self.stopped, limit, act=True) if self.stopped else None
+
+
+def find_silent(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
+    """Who hangs, or else whose checkpoint takes long; None: neither."""
+    return find_hung(rows, guard) or find_slow_save(rows, guard)
+
+
+def find_slow_save(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
+    """Whose checkpoint has shown nothing for longer than it does here, and not for so long that it hangs.
+
+    A disk that is slow and one that is gone look alike from here, so that only the limit ends the wait.
+    """
+    limit = max(LEAST_SAVE_SECONDS, LEARNED_FACTOR * max((row.saving_seconds for row in rows), default=0.0))
+    saving = tuple(row.rank for row in rows if row.phase == "checkpoint" and row.quiet_seconds > limit)
+    if not saving or limit >= guard.checkpoint_seconds:
+        return None
+    return Alarm("slow", saving, limit, act=False, phase="checkpoint")
 
 
 def find_hung(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
