@@ -20,6 +20,7 @@ from allranks.surviving.monitor import (
     LEAST_SAVE_SECONDS,
     Alarm,
     Monitor,
+    find_doubtful,
     find_hung,
     find_silent,
 )
@@ -100,6 +101,32 @@ def test_where_checkpoints_take_long_they_may_before_it_is_told() -> None:
     short = GuardConfig(checkpoint_seconds=25.0)
     assert find_silent(rows(quiet(24, "checkpoint")), short) is None
     assert find_silent(rows(quiet(26, "checkpoint")), short) == Alarm("hung", (0,), 25.0, act=True)
+
+
+def test_a_step_longer_than_any_is_doubtful_before_it_is_a_hang() -> None:
+    slow: dict[str, Any] = {"longest_seconds": 20.0}
+    assert find_silent(rows(quiet(21, **slow), quiet(21)), GUARD) is None
+    assert find_silent(rows(quiet(23, **slow), quiet(23)), GUARD) == Alarm("doubtful", (0, 1), 22.0, act=True)
+    assert find_silent(rows(quiet(23, **slow), quiet(3)), GUARD) is None, "another one still comes further"
+    assert find_silent(rows(quiet(101, **slow), quiet(101)), GUARD) == Alarm("hung", (0, 1), 100.0, act=True)
+    assert find_doubtful(rows(quiet(23, "input", **slow)), GUARD) is None
+    assert find_doubtful(rows(quiet(99, longest_seconds=0.0)), GUARD) is None, "no step to compare with yet"
+    assert find_doubtful(rows(quiet(23, **slow)), GuardConfig(hang_seconds=300.0)) is None, "the user has said it"
+    assert find_doubtful(rows(quiet(23, loading_seconds=21.0)), GUARD) is None
+
+
+def test_a_doubt_does_not_keep_the_hang_behind_it_from_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    watch = Monitor(GUARD, 1)
+    watch.begin_attempt()
+    slot = watch.beats.slot(0)
+    slot[PHASE], slot[LONGEST] = PHASES.index("step"), 20 * 10**9
+    told = []
+    for _ in range(110):
+        clock.now += 1.0
+        told.append(watch.look({0: os.getpid()}, {0: 0})[1])
+    assert [alarm.kind for alarm in told if alarm is not None] == ["doubtful", "hung"]
+    watch.beats.close()
 
 
 @pytest.fixture

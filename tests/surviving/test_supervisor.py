@@ -14,7 +14,7 @@ import pytest
 from allranks.config_guard import GuardConfig
 from allranks.errors import RollbackError
 from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure, describe_error, log_file
-from allranks.observing.heartbeat import MARK, PHASE, PHASES, STEP, Heartbeat
+from allranks.observing.heartbeat import LONGEST, MARK, PHASE, PHASES, STEP, Heartbeat
 from allranks.run import Run
 from allranks.surviving import evidence, monitor, unended, workers
 from allranks.surviving import supervisor as module
@@ -24,6 +24,7 @@ from allranks.surviving.monitor import Row
 from allranks.surviving.outcome import Outcome
 from allranks.surviving.supervisor import Supervision, Supervisor
 from allranks.verdict import Verdict
+from tests.surviving.rows import collective
 
 pytestmark = pytest.mark.distributed
 QUICK: dict[str, Any] = {"hang_seconds": 1.5, "stopped_seconds": 1.0, "input_seconds": 60.0}
@@ -247,6 +248,29 @@ def test_a_run_that_goes_on_while_it_is_judged_is_not_ended(
     failure = supervisor.look({0: os.getpid()}, {0: 0, 1: 1})
     supervisor.monitor.beats.close()
     assert (failure is None, told == []) == (goes_on, goes_on)
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_a_step_longer_than_any_ends_the_run_only_where_ranks_prove_it(
+    tmp_path: Path, parted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Verdict] = []
+    supervisor = Supervisor(Supervision(GuardConfig(), told.append, lambda: None), 2, tmp_path)
+    supervisor.begin_attempt()
+    for place in (0, 1):
+        slot = supervisor.monitor.beats.slot(place)
+        slot[PHASE], slot[STEP], slot[LONGEST] = PHASES.index("step"), 7, 20 * 10**9
+        slot[MARK] = time.monotonic_ns() - 30 * 10**9
+    monkeypatch.setattr(supervisor.monitor, "_awake_since", 0.0)
+
+    def ask(rows: Sequence[Row], *_: object) -> list[evidence.Testimony]:
+        waits = [collective(12), collective(12, name="broadcast" if parted else "all_reduce")]
+        return [evidence.Testimony(row, (), (waits[row.rank],)) for row in rows]
+
+    monkeypatch.setattr("allranks.surviving.supervisor.question", ask)
+    failure = supervisor.look(dict.fromkeys((0, 1), os.getpid()), {0: 0, 1: 1})
+    supervisor.monitor.beats.close()
+    assert (failure is not None, [one.kind for one in told]) == (parted, ["divergence"] if parted else [])
 
 
 def test_the_runs_time_is_over_where_any_worker_shows_it(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ process, on the monotonic clock alone, and tells apart
     dead       the kernel says so at once (workers.py)
     stopped    the kernel shows the process as stopped (SIGSTOP, a debugger) or frozen, for `guard.stopped_seconds`
     hung       nobody comes further for longer than steps take here
+    doubtful   no step has taken as long as this one: it is looked whether ranks wait in collectives that never meet
     slow       a rank loads data for longer than that, or a checkpoint shows nothing for longer than it does here: told,
                and left in peace until `guard.input_seconds` or `guard.checkpoint_seconds`
 
@@ -38,11 +39,12 @@ from allranks.surviving.kernel import FROZEN, STOPPED, core_seconds, is_frozen, 
 LEAST_HANG_SECONDS = 15.0
 LEAST_SAVE_SECONDS = 30.0  # without a sign of a checkpoint: until it is told
 LEARNED_FACTOR = 5.0
+DOUBT_FACTOR = 1.1
 LOOK_SECONDS = 0.25
 SUSPENDED_SECONDS = 5.0  # between two looks: then this process itself did not run
 SILENT_SECONDS = 1.0  # without a sign: then it is looked whether a worker is frozen
 
-Kind = Literal["stopped", "hung", "slow"]
+Kind = Literal["stopped", "hung", "doubtful", "slow"]
 
 LIMITS: Mapping[Phase, str] = {
     "start": "first_step_seconds",
@@ -93,6 +95,7 @@ class Alarm:
     """Something is wrong: what, with whom first of all, and whether to act now or only to tell.
 
     Attributes:
+        act: of `doubtful`: where the ranks' own words prove that they hang.
         phase: of `slow`: what takes long there, input or checkpoint.
     """
 
@@ -133,7 +136,7 @@ class Monitor:
         self._guard = guard
         self._last_look = self._awake_since = time.monotonic()
         self._stopped_since: dict[int, tuple[int, float]] = {}  # by rank: its mark, and since when
-        self._told: tuple[int, int] | None = None  # what was told of already: (rank, whether to act)
+        self._told: tuple[int, Kind, bool] | None = None  # what was told of already: rank, kind, whether to act
         self._delays: dict[int, _CoreTime] = {}  # by local rank
 
     def begin_attempt(self) -> None:
@@ -167,7 +170,7 @@ class Monitor:
         if alarm is None:
             self._told = None
             return rows, None
-        silence = (alarm.ranks[0], int(alarm.act))
+        silence = (alarm.ranks[0], alarm.kind, alarm.act)
         if self._told == silence:
             return rows, None
         self._told = silence
@@ -228,8 +231,8 @@ class Monitor:
 
 
 def find_silent(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
-    """Who hangs, or else whose checkpoint takes long; None: neither."""
-    return find_hung(rows, guard) or find_slow_save(rows, guard)
+    """Who hangs, or else whose checkpoint or step takes longer than any here; None: nobody's."""
+    return find_hung(rows, guard) or find_slow_save(rows, guard) or find_doubtful(rows, guard)
 
 
 def find_slow_save(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
@@ -242,6 +245,16 @@ def find_slow_save(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
     if not saving or limit >= guard.checkpoint_seconds:
         return None
     return Alarm("slow", saving, limit, act=False, phase="checkpoint")
+
+
+def find_doubtful(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
+    """Whether all are in a step that takes longer than any before, where that alone is no hang for a while yet."""
+    longest = max((max(row.longest_seconds, row.loading_seconds) for row in rows), default=0.0)
+    limit = max(LEAST_HANG_SECONDS, DOUBT_FACTOR * longest)
+    learned = guard.hang_seconds is None and max((row.longest_seconds for row in rows), default=0.0) > 0.0
+    if not learned or any(row.phase != "step" or row.quiet_seconds <= limit for row in rows):
+        return None
+    return Alarm("doubtful", tuple(row.rank for row in rows), limit, act=True)
 
 
 def find_hung(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:

@@ -23,7 +23,7 @@ from allranks.observing.journal import Journal
 from allranks.run import Run
 from allranks.surviving.bad_link import BadLink
 from allranks.surviving.evidence import Testimony, question
-from allranks.surviving.hang import ALL_HERE, Absent, diagnose
+from allranks.surviving.hang import ALL_HERE, Absent, diagnose, never_meet
 from allranks.surviving.in_hand import InHand, explain_ends
 from allranks.surviving.monitor import Alarm, Monitor
 from allranks.surviving.ruling import Ruling, what_follows
@@ -114,7 +114,9 @@ class Supervisor:
         if alarm is None:
             return None
         ruling = self.judge(self.question(pids, ranks), alarm)
-        return self.obey(None if ruling.failure is not None and self.is_outdated(ruling, pids, ranks) else ruling)
+        if ruling is not None and ruling.failure is not None and self.is_outdated(ruling, pids, ranks):
+            ruling = None
+        return self.obey(ruling)
 
     def notice(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> Alarm | None:
         """What is wrong with the living workers of this host, once; arguments as of `look`."""
@@ -140,14 +142,16 @@ class Supervisor:
         seen = [Testimony(row) for row in rows]
         return within(DISK_SECONDS, lambda: question(rows, places, self.monitor.beats, self._logs), seen)
 
-    def judge(self, found: Sequence[Testimony], alarm: Alarm, absent: Absent = ALL_HERE) -> Ruling:
-        """What has been found, and what follows by the config.
+    def judge(self, found: Sequence[Testimony], alarm: Alarm, absent: Absent = ALL_HERE) -> Ruling | None:
+        """What has been found, and what follows by the config; None: nothing is, of what was only doubtful.
 
         Args:
             found: of every rank that could be looked at.
             alarm: what the monitor saw.
             absent: of several hosts: all other ranks.
         """
+        if alarm.kind == "doubtful" and not never_meet(found):
+            return None
         guard, step = self._supervision.guard, max((one.row.step for one in found), default=0)
         verdict, culprits = diagnose(found, alarm, what_follows(alarm, guard), absent)
         culprits = culprits or alarm.ranks
