@@ -135,6 +135,23 @@ def test_a_process_that_is_cut_off_goes_on_and_both_ends_of_its_connections_lear
         assert far.recv(1) == b"x", "of one machine's own nothing is cut"
 
 
+def test_of_what_loads_data_a_process_is_killed_and_not_its_rank(tmp_path: Path) -> None:
+    script = """
+import multiprocessing, time
+from allranks import fault_points
+context = multiprocessing.get_context("fork")
+loads = [context.Process(target=time.sleep, args=(600,), daemon=True) for _ in range(2)]
+for one in loads:
+    one.start()
+fault_points.break_here(fault_points.Fault(0, "data.worker", 0, 1, 1, "kill"))
+youngest = max(loads, key=lambda one: one.pid)
+youngest.join()
+print([one.exitcode for one in loads if one is youngest], [one.is_alive() for one in loads if one is not youngest])
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[-9] [True]\n"
+
+
 def test_every_kind_is_tried_here() -> None:
     tried = {"kill", "stop", "segfault", "exit", "raise", "enospc", "eio", "disconnect"}
     assert set(KINDS) == tried

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -40,8 +41,9 @@ POINTS: Final[Mapping[str, str]] = {
     "start": "before the process meets the others",
     "resume": "after a checkpoint was read back",
     "data.next": "before the coming step's batch is loaded",
+    "data.worker": "before that batch is waited for, where data.workers load it: one of these is struck",
     "forward": "before a micro-step's forward",
-    "backward": "between a micro-step's forward and its backward",
+    "backward": "between a micro-step's forward and its backward; in a pipeline: behind a stage's backward",
     "agreement": "before the ranks agree on a step",
     "optimizer": "after an optimizer has moved its parameters, before the next one and before gradients go",
     "background.copy": "before a rank copies what an asynchronous checkpoint is written from",
@@ -60,6 +62,9 @@ POINTS: Final[Mapping[str, str]] = {
 
 DISK_POINTS: Final = frozenset(name for name in POINTS if name.startswith("checkpoint."))
 """Where the system may refuse to write."""
+
+WORKER_POINTS: Final = frozenset(("data.worker",))
+"""Where a process of the data loader is struck, by `kill` alone, and its rank learns of it."""
 
 UNCONNECTED_POINTS: Final = frozenset(("start",))
 """Where a process has no connection to others that could be cut."""
@@ -197,7 +202,7 @@ def break_here(fault: Fault) -> None:
     """
     match fault.kind:
         case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(_loading_process() if fault.point in WORKER_POINTS else os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "segfault":
@@ -211,6 +216,11 @@ def break_here(fault: Fault) -> None:
         case _:
             number = DISK_ERRORS[fault.kind]
             raise OSError(number, os.strerror(number), f"(allranks chaos: fault {fault.number}, at {fault.point})")
+
+
+def _loading_process() -> int:
+    """The process that loads data for this one; the youngest, which may have least of what is loaded ahead."""
+    return max(child.pid for child in multiprocessing.active_children() if child.pid is not None)
 
 
 def _end_without_a_word() -> NoReturn:

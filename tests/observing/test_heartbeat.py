@@ -27,6 +27,7 @@ from allranks.observing.heartbeat import (
     PHASES,
     PULSE,
     RECENT,
+    SAVED,
     SLOT_BYTES,
     STACK_SIGNAL,
     STEP,
@@ -164,6 +165,26 @@ def test_loading_is_no_part_of_how_long_a_step_takes(fields: memoryview, clock: 
     assert (fields[LONGEST], fields[LOADED]) == (10**9, 100 * 10**9)
     made(heart, clock, 2)
     assert (fields[LONGEST], fields[LOADED]) == (2 * 10**9, 100 * 10**9)
+
+
+def test_how_long_a_checkpoint_shows_nothing_is_learned(fields: memoryview, clock: list[int]) -> None:
+    heart = Heartbeat(fields)
+
+    def save(*silences: int) -> int:
+        heart.enter("checkpoint")
+        for silence in silences:
+            clock[0] += silence * 10**9
+            heart.progress()
+        heart.enter("step")
+        return fields[SAVED] // 10**9
+
+    clock[0] += 500 * 10**9
+    assert save(3, 7, 2) == 7, "the longest of one, and nothing of what was before"
+    assert [save(4), save(9)] == [7, 9]
+    heart.enter("checkpoint")
+    clock[0] += 11 * 10**9
+    heart.enter("checkpoint")
+    assert save() == 11, "one behind the other"
 
 
 def test_a_hiccup_counts_by_less_and_what_comes_again_in_full(fields: memoryview, clock: list[int]) -> None:

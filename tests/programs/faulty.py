@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import allranks
+from allranks.observing import heartbeat
+from allranks.surviving.monitor import LEAST_SAVE_SECONDS
 
 
 def first_attempt() -> bool:
@@ -43,6 +46,8 @@ class Faulty(allranks.Task):
 
     fault: str = "none"
     width: int = 8
+    pause: float = 0.01
+    at: int = 15
 
     def dataset(self, split: str) -> Any:
         """Nothing to validate."""
@@ -58,7 +63,7 @@ class Faulty(allranks.Task):
     def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
         """Summed cross-entropy."""
         self._calls = getattr(self, "_calls", 0) + 1
-        time.sleep(0.01)
+        time.sleep(self.pause)
         if self.fault == "slow" and os.environ.get("RANK") == "1":
             time.sleep(0.1)
         self._meet_at_15(self.fault)
@@ -69,10 +74,12 @@ class Faulty(allranks.Task):
         self._saves = getattr(self, "_saves", 0) + 1
         if self.fault == "disk" and self._saves == 2 and os.environ.get("RANK") == "1" and first_attempt():
             time.sleep(600)
+        if self.fault == "slow disk" and self._saves == 2 and os.environ.get("RANK") == "1":
+            time.sleep(LEAST_SAVE_SECONDS + 4)
         return {}
 
     def _meet_at_15(self, fault: str) -> None:
-        here = 15 if first_attempt() else 5  # later ones begin at step 10
+        here = self.at if first_attempt() else 5  # later ones begin at step 10
         if self._calls == here and os.environ.get("RANK") == "1" and (first_attempt() or fault == "memory again"):
             meet(fault)
 
@@ -81,6 +88,20 @@ def slowly(graph: Any, inputs: object) -> Any:
     """A compiler that takes longer than any step."""
     time.sleep(8)
     return graph.forward
+
+
+def leave_connections_open() -> None:
+    """End as one whose work is done, while a process that was forked off has the connections: nobody sees them close.
+
+    So do processes of a data loader. It ends with the command.
+    """
+    command = os.getppid()
+    if os.fork() == 0:
+        while Path(f"/proc/{command}").exists():
+            time.sleep(0.1)
+        os._exit(0)
+    heartbeat.current().finish(0)
+    os._exit(0)
 
 
 def meet(fault: str) -> None:
@@ -94,6 +115,8 @@ def meet(fault: str) -> None:
             torch.compile(torch.sin, backend=slowly)(torch.ones(2))
         case "memory" | "memory again":
             torch.ones(8 << 30, dtype=torch.uint8)
+        case "dead":
+            leave_connections_open()
         case "divergence":
             dist.broadcast(torch.ones(42), src=0)
         case "SIGSTOP" | "SIGKILL" | "SIGABRT":

@@ -98,6 +98,9 @@ def test_ranks_that_compute_the_same_samples_together_are_at_fault_together() ->
         ("dp_replicate=2,tp=2", 4, True),
         ("dp_shard=2,sharding=optimizer", 2, True),
         ("fsdp", 2, False),
+        ("dp_replicate=2,dp_shard=2", 4, True),
+        ("dp_replicate=2,sharding=none", 2, True),
+        ("dp_replicate=2,dp_shard=2,ep=2", 4, False),
         ("dp_replicate=2,ep=2", 2, False),
     ],
 )
@@ -203,12 +206,15 @@ ALIKE = [
     ("opaque", "ddp", 2, False),
     ("permuted", "ddp", 2, True),
     ("between", "ddp", 2, True),
+    ("transformer", "dp_replicate=2,sharding=none", 2, True),
 ]
 ALIKE_OF_FOUR = [
     ("transformer", "dp_replicate=2,tp=2", 4, True),
     ("transformer", "dp_replicate=2,cp=2", 4, True),
     ("moe", "dp_replicate=4,ep=2", 4, False),
-    ("transformer", "dp_replicate=2,dp_shard=2", 4, False),
+    ("transformer", "dp_replicate=2,dp_shard=2", 4, True),
+    ("tied", "dp_replicate=2,dp_shard=2", 4, True),
+    ("opaque", "dp_replicate=2,dp_shard=2", 4, False),
 ]
 
 

@@ -181,6 +181,10 @@ def meet_fault(fault: str) -> None:
     if fault == "slow data":
         with heartbeat.current().loading():
             time.sleep(4.0)
+    if fault == "slow save":
+        heartbeat.current().enter("checkpoint")
+        time.sleep(4.0)
+        heartbeat.current().enter("step")
     if fault == "evaluation":
         heartbeat.current().enter("evaluation")
         time.sleep(4.0)

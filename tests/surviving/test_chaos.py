@@ -22,7 +22,14 @@ TRAIN = ("train.global_batch=8", "evaluate.every=10", "track.tensorboard=false",
 EVERY_POINT = 15
 PART_OF_A_THOUSAND = 25
 Record = Callable[[str, object], None]
-WAYS = ((), ("checkpoint.asynchronous=true",), ("--layout", "fsdp"), ("checkpoint.memory_every=1",))
+WAYS = (
+    (),
+    ("checkpoint.asynchronous=true",),
+    ("--layout", "fsdp"),
+    ("checkpoint.memory_every=1",),
+    ("--layout", "tp=2"),
+    ("--layout", "pp=2"),
+)
 WRITING = ("checkpoint.write", "checkpoint.sync", "checkpoint.manifest", "checkpoint.rename", "checkpoint.renamed")
 
 
@@ -60,7 +67,7 @@ def test_killed_sixty_times_nothing_is_lost(tmp_path: Path, record_property: Rec
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(40))
 def test_a_thousand_kills(tmp_path: Path, record_property: Record, part: int) -> None:
-    """In parts, so that a full run that was ended goes on behind those that passed; the ways to save in turn."""
+    """In parts, so that a full run that was ended goes on behind those that passed; the layouts and saves in turn."""
     words = ("train.steps=150", *WAYS[part % len(WAYS)], "--seed", str(part))
     document = trial(tmp_path, *words, kills=PART_OF_A_THOUSAND)
     assert (document["happened"], document["recovered"]) == (PART_OF_A_THOUSAND, PART_OF_A_THOUSAND)
@@ -85,6 +92,21 @@ def test_every_point_and_kind(tmp_path: Path, record_property: Record, kind: str
         assert {one["recovery"] for one in document["incidents"]} == {"went on"}  # type: ignore[attr-defined]
     else:
         record(record_property, document)
+
+
+@pytest.mark.full
+def test_a_process_that_loads_data_is_killed_and_costs_a_restart(tmp_path: Path) -> None:
+    document = trial(tmp_path, "data.workers=2", "train.steps=24", "--points", "data.worker", kills=4)
+    assert [document[key] for key in ("happened", "recovered", "restarts")] == [4] * 3
+    for incident in document["incidents"]:  # type: ignore[attr-defined]
+        assert "a process that loads data died" in incident["causes"][0], incident
+
+
+@pytest.mark.full
+def test_killed_in_the_backward_of_a_pipeline(tmp_path: Path) -> None:
+    words = ("--layout", "pp=2", "train.micro_steps=2", "train.steps=24", "--points", "backward")
+    assert trial(tmp_path, *words, kills=6)["recovered"] == 6
+    assert {fault.rank for fault in read_schedule(tmp_path / "trial" / "faults")} == {0, 1}
 
 
 @pytest.mark.full

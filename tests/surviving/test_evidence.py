@@ -12,6 +12,7 @@ import torch
 
 from allranks.observing.collectives import collectives_file
 from allranks.observing.heartbeat import PULSE
+from allranks.surviving import evidence
 from allranks.surviving.beats import SharedBeats
 from allranks.surviving.evidence import Frame, main_stack, question, read_collectives
 from allranks.surviving.kernel import process_state
@@ -48,6 +49,14 @@ def test_whose_code_a_line_is() -> None:
 def test_the_place_is_the_users_line_where_there_is_one() -> None:
     assert str(witness(0).place) == "/home/me/task.py:31 in loss"
     assert str(witness(0, file=torch.__file__).place).endswith("torch/__init__.py:31 in loss")
+
+
+def test_who_waits_in_pythons_own_library_waits_for_its_caller() -> None:
+    ours, waits = Frame(question.__code__.co_filename, 3, "settle"), Frame(re.__file__, 331, "wait")
+    assert witness(0).place is not None
+    own = Frame("/home/me/task.py", 1, "main")
+    for stack, place in (((waits, waits, ours), ours), ((waits,), waits), ((), None), ((waits, ours, own), own)):
+        assert evidence.Testimony(row(0), stack).place == place
 
 
 def test_workers_answer_and_one_that_cannot_keeps_nobody(tmp_path: Path) -> None:

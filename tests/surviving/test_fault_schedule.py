@@ -30,6 +30,8 @@ def test_choices() -> None:
     anywhere = {"kill", "stop", "segfault", "exit", "raise"}
     assert {choice.kind for choice in parse_choices("forward:*")} == {*anywhere, "disconnect"}
     assert {choice.kind for choice in parse_choices("start:*")} == anywhere
+    assert parse_choices("data.worker:*") == (Choice("data.worker", "kill"),)
+    assert "data.worker" not in {choice.point for choice in parse_choices("*:stop")}
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,7 @@ def test_choices() -> None:
         ("forward:kil", "no such kind 'kil'; did you mean 'kill'"),
         ("forward:enospc", "nothing is written at forward; enospc goes with checkpoint.stage, "),
         ("start:disconnect", "at start a process has no connection yet"),
+        ("data.worker:stop", "'data.worker:stop': a process that loads data can only be killed"),
         ("qqq", "no such point 'qqq'; they are start, resume, "),
     ],
 )

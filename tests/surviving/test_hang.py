@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from allranks.surviving.hang import SHOWN_RANKS, Absentee, absent_from, diagnose, find_cause, name_ranks
+from allranks.surviving.hang import SHOWN_RANKS, Absentee, absent_from, diagnose, find_cause, name_ranks, never_meet
 from allranks.surviving.monitor import Alarm
 from tests.surviving.rows import collective, witness
 
@@ -24,6 +24,8 @@ def test_a_rank_that_saves_or_waits_for_a_disk_is_about_the_disk() -> None:
     for change in changes:
         cause = find_cause([witness(0, WAITS), witness(1, BEFORE, **change, **QUIET)], HUNG)
         assert (cause.kind, cause.ranks) == ("disk", (1,))
+        words = "rank 1 is waiting for a disk at /home/me/task.py:31 in loss, and the others wait for it"
+        assert cause.words == words
 
 
 def test_a_rank_in_code_of_its_own_is_a_straggler_and_its_line_is_named() -> None:
@@ -48,6 +50,28 @@ def test_ranks_in_different_collectives_diverge(other: object) -> None:
     cause = find_cause([witness(0, WAITS), witness(1, other)], HUNG)  # type: ignore[arg-type]
     assert (cause.kind, cause.ranks) == ("divergence", (0, 1))
     assert "they never meet" in cause.words
+
+
+def test_what_proves_that_ranks_never_meet_is_the_same_place_and_another_collective() -> None:
+    for other, proven in (
+        (collective(12, name="broadcast"), True),
+        (collective(12, sizes=((5,),)), True),
+        (WAITS, False),
+        (collective(13), False),  # who is further may only be faster
+        (collective(12, group="7"), False),
+        (collective(12, name="broadcast", waits=False), False),
+        (collective(12, name="_allgather_base", p2p=True), False),
+    ):
+        assert never_meet([witness(0, WAITS), witness(1, other)]) is proven, other
+    one, longer = (collective(12, name="_allgather_base", sizes=sizes) for sizes in (((4,),), ((9,),)))
+    assert not never_meet([witness(0, one), witness(1, longer)]) and not never_meet([witness(0), witness(1)])
+
+
+def test_ranks_that_never_meet_are_to_blame_before_one_that_computes() -> None:
+    wide: dict[str, Any] = {"ranks": (0, 1, 2)}
+    parted = [witness(0, collective(12, **wide)), witness(1, collective(12, name="broadcast", **wide))]
+    cause = find_cause([*parted, witness(2, collective(11, waits=False, **wide))], HUNG)
+    assert (cause.kind, cause.ranks) == ("divergence", (0, 1))
 
 
 def test_all_ranks_in_the_same_collective_is_the_network() -> None:

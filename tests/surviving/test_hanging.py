@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +78,41 @@ def test_with_the_limit_that_is_learned_a_hang_is_told_within_half_a_minute(
     record_property("verdict_seconds", seconds)
     assert seconds + 0.1 >= LEAST_HANG_SECONDS and seconds < 30
     assert any("faulty.py" in line for line in told[place]["evidence"])
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
+def test_a_peer_that_has_gone_and_whose_connections_stay_open_is_named(tmp_path: Path) -> None:
+    ran = allranks("train", FAULTY, *QUICK, *LIMITS, "task.fault=dead", folder=tmp_path)
+    told = [event for event in Run.open(tmp_path / "run").events() if event["event"] == "verdict"]
+    assert [event["kind"] for event in told][:2] == ["dead_peer", "restart"], ran.stderr
+    assert "rank 1 is not there any more, and waited for" in told[0]["what"]
+    assert any("waits in all_reduce number" in line for line in told[0]["evidence"]), told[0]
+    assert list(steps(tmp_path / "run")) == list(range(1, 31)) and Run.open(tmp_path / "run").attempts == 2
+
+
+@pytest.mark.full
+def test_ranks_that_never_meet_are_told_before_five_steps_have_passed(tmp_path: Path) -> None:
+    words = ("train.steps=6", "train.global_batch=8", "--nproc", "2", "--layout", "ddp", "--run", "run")
+    fault = ("task.fault=divergence", "task.pause=8", "task.at=6", "guard.slow_rank=off")
+    allranks("train", FAULTY, *words, *fault, folder=tmp_path)
+    told = Run.open(tmp_path / "run").events()
+    (place,) = [place for place, event in enumerate(told) if event["event"] == "verdict" and event["kind"] != "restart"]
+    assert told[place]["kind"] == "divergence"
+    made = [event for event in told[:place] if event["event"] == "step"]
+    assert told[place]["t"] - made[-1]["t"] < 5 * max(event["seconds"] for event in made[1:])
+
+
+@pytest.mark.full
+def test_a_save_that_takes_long_is_told_of_and_costs_nothing(tmp_path: Path) -> None:
+    words = [*QUICK, "--layout", "ddp", "--run", "run", "task.fault=slow disk", "guard.slow_rank=off"]
+    allranks("train", FAULTY, *words, folder=tmp_path)
+    run = Run.open(tmp_path / "run")
+    told = [event for event in run.events() if event["event"] == "verdict"]
+    assert [event["kind"] for event in told] == ["disk", "goes_on"] and run.attempts == 1, told
+    assert "rank 1 is waiting for a disk at " in told[0]["what"] and "faulty.py:" in told[0]["what"]
+    assert "in state_dict, and the others wait for it; it may take 1800 s" in told[0]["what"]
+    assert list(steps(tmp_path / "run")) == list(range(1, 31))
 
 
 @pytest.mark.full

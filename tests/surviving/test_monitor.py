@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from allranks.surviving import monitor as module
 from allranks.surviving.kernel import process_state
 from allranks.surviving.monitor import (
     LEAST_HANG_SECONDS,
+    LEAST_SAVE_SECONDS,
     Alarm,
     Monitor,
+    find_doubtful,
     find_hung,
+    find_silent,
 )
 from tests.processes import wait_until
 from tests.surviving.rows import row
@@ -79,6 +83,50 @@ def test_where_loading_takes_long_it_may_and_who_waits_for_it_is_patient() -> No
     assert find_hung(rows(quiet(16, **always)), GUARD) is not None, "it loads no more, and there is no other"
     assert find_hung(rows(quiet(16), quiet(14, "input")), GUARD) is None, "that began to load a little later"
     assert find_hung(rows(quiet(17), quiet(16, "input")), GUARD) == Alarm("slow", (1,), LEAST_HANG_SECONDS, act=False)
+
+
+def test_a_checkpoint_that_shows_nothing_is_told_of_early_and_ended_late() -> None:
+    told = Alarm("slow", (1,), LEAST_SAVE_SECONDS, act=False, phase="checkpoint")
+    assert find_silent(rows(quiet(29), quiet(29, "checkpoint")), GUARD) is None
+    assert find_silent(rows(quiet(31), quiet(31, "checkpoint")), GUARD) == told
+    assert find_silent(rows(quiet(31, "checkpoint"), quiet(31, "checkpoint")), GUARD) == replace(told, ranks=(0, 1))
+    assert find_silent(rows(quiet(1801), quiet(1801, "checkpoint")), GUARD) == Alarm("hung", (0, 1), 15.0, act=True)
+
+
+def test_where_checkpoints_take_long_they_may_before_it_is_told() -> None:
+    always: dict[str, Any] = {"saving_seconds": 20.0}
+    assert find_silent(rows(quiet(99, "checkpoint"), quiet(99, "checkpoint", **always)), GUARD) is None
+    alarm = find_silent(rows(quiet(101, "checkpoint", **always), quiet(1)), GUARD)
+    assert alarm == Alarm("slow", (0,), 100.0, act=False, phase="checkpoint")
+    short = GuardConfig(checkpoint_seconds=25.0)
+    assert find_silent(rows(quiet(24, "checkpoint")), short) is None
+    assert find_silent(rows(quiet(26, "checkpoint")), short) == Alarm("hung", (0,), 25.0, act=True)
+
+
+def test_a_step_longer_than_any_is_doubtful_before_it_is_a_hang() -> None:
+    slow: dict[str, Any] = {"longest_seconds": 20.0}
+    assert find_silent(rows(quiet(21, **slow), quiet(21)), GUARD) is None
+    assert find_silent(rows(quiet(23, **slow), quiet(23)), GUARD) == Alarm("doubtful", (0, 1), 22.0, act=True)
+    assert find_silent(rows(quiet(23, **slow), quiet(3)), GUARD) is None, "another one still comes further"
+    assert find_silent(rows(quiet(101, **slow), quiet(101)), GUARD) == Alarm("hung", (0, 1), 100.0, act=True)
+    assert find_doubtful(rows(quiet(23, "input", **slow)), GUARD) is None
+    assert find_doubtful(rows(quiet(99, longest_seconds=0.0)), GUARD) is None, "no step to compare with yet"
+    assert find_doubtful(rows(quiet(23, **slow)), GuardConfig(hang_seconds=300.0)) is None, "the user has said it"
+    assert find_doubtful(rows(quiet(23, loading_seconds=21.0)), GUARD) is None
+
+
+def test_a_doubt_does_not_keep_the_hang_behind_it_from_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    watch = Monitor(GUARD, 1)
+    watch.begin_attempt()
+    slot = watch.beats.slot(0)
+    slot[PHASE], slot[LONGEST] = PHASES.index("step"), 20 * 10**9
+    told = []
+    for _ in range(110):
+        clock.now += 1.0
+        told.append(watch.look({0: os.getpid()}, {0: 0})[1])
+    assert [alarm.kind for alarm in told if alarm is not None] == ["doubtful", "hung"]
+    watch.beats.close()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,16 +13,18 @@ import pytest
 
 from allranks.config_guard import GuardConfig
 from allranks.errors import RollbackError
-from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure, describe_error
-from allranks.observing.heartbeat import MARK, PHASE, PHASES, STEP, Heartbeat
+from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure, describe_error, log_file
+from allranks.observing.heartbeat import LONGEST, MARK, PHASE, PHASES, STEP, Heartbeat
 from allranks.run import Run
-from allranks.surviving import evidence, unended, workers
+from allranks.surviving import evidence, monitor, unended, workers
+from allranks.surviving import supervisor as module
 from allranks.surviving.agent import run_workers
 from allranks.surviving.forkserver import choose_start_method
 from allranks.surviving.monitor import Row
 from allranks.surviving.outcome import Outcome
 from allranks.surviving.supervisor import Supervision, Supervisor
 from allranks.verdict import Verdict
+from tests.surviving.rows import collective
 
 pytestmark = pytest.mark.distributed
 QUICK: dict[str, Any] = {"hang_seconds": 1.5, "stopped_seconds": 1.0, "input_seconds": 60.0}
@@ -80,6 +83,45 @@ def test_nothing_hangs_in_a_run_that_is_only_slow(small_server: None, tmp_path: 
     assert (outcome.exit_code, attempts) == (0, 1)
     assert [verdict.kind for verdict in told] == ["data", "goes_on"]
     assert "nothing follows yet" in told[0].evidence[-1]
+
+
+def test_a_save_that_does_not_return_is_told_of_and_left_in_peace(
+    small_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "LEAST_SAVE_SECONDS", 1.0)
+    outcome, told, attempts = train(tmp_path, "slow save")
+    assert (outcome.exit_code, attempts) == (0, 1)
+    assert [verdict.kind for verdict in told] == ["disk", "goes_on"]
+    assert "rank 1 is waiting for a disk at " in told[0].what and "entries.py:" in told[0].what
+    assert told[0].what.endswith("in meet_fault; it may take 1800 s")
+    assert "nothing follows yet" in told[0].evidence[-1] and "guard.checkpoint_seconds" in told[0].evidence[-1]
+    assert told[1].what == "the run goes on: rank 1 has its checkpoint behind it; it was slow and did not hang"
+
+
+def test_a_disk_that_does_not_answer_keeps_no_verdict(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its logs and its journal are on the disk that hangs: pipes without another end."""
+    monkeypatch.setattr(module, "DISK_SECONDS", 0.5)
+    journal = run.journal()
+    journal.unlink(missing_ok=True)
+    journal.parent.mkdir(exist_ok=True)
+    logs = run.path / "pipes"
+    logs.mkdir()
+    os.mkfifo(log_file(logs, 0))
+    supervisor = Supervisor(Supervision.of_run(run, GuardConfig()), 1, logs)
+    supervisor.begin_attempt()
+    supervisor.monitor.beats.slot(0)[PHASE] = PHASES.index("checkpoint")
+    (seen,) = supervisor.question({0: os.getpid()}, {0: 0})
+    assert (seen.row.rank, seen.row.phase, seen.stack) == (0, "checkpoint", ())
+    never = threading.Event()
+    monkeypatch.setattr("allranks.observing.journal.os.write", lambda *_: never.wait())
+    Supervision.of_run(run, GuardConfig()).tell(Verdict("disk", "rank 0 is waiting for a disk", (), "look"))
+    never.set()
+    supervisor.monitor.beats.close()
+    said = capsys.readouterr().err
+    assert "rank 0 is waiting for a disk" in said
+    assert said.splitlines()[-1] == "warning: this verdict is not in the journal: its disk does not answer"
 
 
 def test_an_evaluation_may_take_its_time(small_server: None, tmp_path: Path) -> None:
@@ -206,6 +248,29 @@ def test_a_run_that_goes_on_while_it_is_judged_is_not_ended(
     failure = supervisor.look({0: os.getpid()}, {0: 0, 1: 1})
     supervisor.monitor.beats.close()
     assert (failure is None, told == []) == (goes_on, goes_on)
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_a_step_longer_than_any_ends_the_run_only_where_ranks_prove_it(
+    tmp_path: Path, parted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Verdict] = []
+    supervisor = Supervisor(Supervision(GuardConfig(), told.append, lambda: None), 2, tmp_path)
+    supervisor.begin_attempt()
+    for place in (0, 1):
+        slot = supervisor.monitor.beats.slot(place)
+        slot[PHASE], slot[STEP], slot[LONGEST] = PHASES.index("step"), 7, 20 * 10**9
+        slot[MARK] = time.monotonic_ns() - 30 * 10**9
+    monkeypatch.setattr(supervisor.monitor, "_awake_since", 0.0)
+
+    def ask(rows: Sequence[Row], *_: object) -> list[evidence.Testimony]:
+        waits = [collective(12), collective(12, name="broadcast" if parted else "all_reduce")]
+        return [evidence.Testimony(row, (), (waits[row.rank],)) for row in rows]
+
+    monkeypatch.setattr("allranks.surviving.supervisor.question", ask)
+    failure = supervisor.look(dict.fromkeys((0, 1), os.getpid()), {0: 0, 1: 1})
+    supervisor.monitor.beats.close()
+    assert (failure is not None, [one.kind for one in told]) == (parted, ["divergence"] if parted else [])
 
 
 def test_the_runs_time_is_over_where_any_worker_shows_it(tmp_path: Path) -> None:

@@ -135,6 +135,23 @@ def test_a_device_that_computes_wrongly_is_named_by_its_neighbours(pool: Pools, 
     assert len(events(warned, "verdict")) == 1 and saved(warned)[-1] == 6
 
 
+@pytest.mark.distributed
+@pytest.mark.full
+def test_a_device_that_computes_wrongly_is_named_by_another_copy_of_its_shards(pool: Pools, tmp_path: Path) -> None:
+    """Three copies of two ranks each: ranks 2 and 3 sum what they compute, and rank 3 computes wrongly."""
+    run = tmp_path / "run"
+    settings = (*AGAIN, "task.broken=3", "task.flips_from=13")
+    refusals = train_outside(pool, 6, "Corrupting", *settings, run=run, layout="dp_replicate=3,dp_shard=2")
+    (verdict,) = events(run, "verdict")
+    step = verdict["step"]
+    assert verdict["kind"] == "gradients_differ" and step > 2, "from a step between two looks on"
+    for told in refusals:
+        assert str(told).startswith(f"GuardError: after step {step} rank 2 ("), told
+        assert ") or rank 3 (" in str(told) and "rank 1 (" not in str(told).partition("computes")[0]
+        assert "computes other gradients than another rank for the same samples: " in str(told)
+    assert saved(run) == list(range(1, step)), "nothing is saved any more"
+
+
 def test_alone_it_finds_what_comes_and_goes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = ("train.steps=6", "guard.recompute_every=2", "task.flips_from=8", "task.flips_once=true")
@@ -146,7 +163,10 @@ def test_alone_it_finds_what_comes_and_goes(tmp_path: Path) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.distributed
-@pytest.mark.parametrize(("layout", "task"), [("ddp", "Curve"), ("fsdp", "Curve"), ("ddp", "Normed")])
+@pytest.mark.parametrize(
+    ("layout", "task"),
+    [("ddp", "Curve"), ("fsdp", "Curve"), ("dp_replicate=2,sharding=none", "Curve"), ("ddp", "Normed")],
+)
 def test_a_run_is_bitwise_what_it_is_without_a_look(pool: Pools, tmp_path: Path, layout: str, task: str) -> None:
     """Dropout, statistics of batches and the average are as they were; one forward is a filler."""
     cut = ["train.global_batch=7", "train.micro_batch=1"] if task == "Curve" else ["train.global_batch=6"]

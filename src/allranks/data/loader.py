@@ -16,6 +16,7 @@ import torch.utils.data
 from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from allranks import fault_points
 from allranks.data.micro_step import MicroPlan, MicroStep, StepBatch, StepPlan
 from allranks.data.resuming import WHILE_RANKS_STAY
 from allranks.data.stream import DataStream
@@ -121,6 +122,7 @@ class Loader:
         for batch in batches:
             plan = planned.popleft()
             yield self._step(plan, [batch, *(next(batches) for _ in plan.micro_plans[1:])])
+            fault_points.reach("data.worker")
 
     def _requests(self, planned: deque[StepPlan]) -> Iterator[Request]:
         """One request a micro-step, so that the worker processes share a step; the plans wait in `planned` for their
@@ -139,6 +141,7 @@ class Loader:
             return
         for plan, batches in self._start(reader, None, 1):
             yield self._step(plan, batches)
+            fault_points.reach("data.worker")
 
     def _start(self, dataset: Any, requests: Iterator[Request] | None, at_once: int) -> Iterator[Any]:
         """Starts the worker processes; `at_once` requests make a step."""

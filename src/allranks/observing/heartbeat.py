@@ -23,10 +23,10 @@ from allranks.observing.collectives import collectives_file, write_collectives
 from allranks.ordinary_file import open_to_append
 
 PULSE_SECONDS = 0.5
-NUM_FIELDS = 16
+NUM_FIELDS = 17
 SLOT_BYTES = 8 * NUM_FIELDS
 PULSE, MARK, PHASE, STEP, FIRST, LONGEST, ASKED, ANSWERED, TIME_OVER, FINISHED, LOADED, *_HELD = range(NUM_FIELDS)
-HELD_STEP, HELD_FROM, HELD_SIZE, DATASET, BAD_LINKS = _HELD
+HELD_STEP, HELD_FROM, HELD_SIZE, DATASET, BAD_LINKS, SAVED = _HELD
 """Fields of a slot, 64-bit whole numbers each; times in nanoseconds.
 
 PULSE: when the thread last ran. MARK: when the loop last came further. PHASE: what it does since, by its place in
@@ -38,7 +38,8 @@ the worker's work has come to its own end, but for what is on its way to a mirro
 loading in later steps takes, as `Longest` has it. HELD_STEP, HELD_FROM, HELD_SIZE: the step (from 1) whose samples
 the loop has in hand, in a step or while it loads them, its first position and its number of samples; HELD_STEP 0:
 none. DATASET: samples of the training data, as far as an index names one; 0: it does not. BAD_LINKS: how many findings
-of bad ways to other hosts are in this worker's file (bad_links.py).
+of bad ways to other hosts are in this worker's file (bad_links.py). SAVED: how long nothing comes further in a
+checkpoint, as `Longest` has it.
 """
 
 FEW, RECENT = 64, 512
@@ -89,16 +90,23 @@ class Heartbeat:
         self._fields = memoryview(bytearray(SLOT_BYTES)).cast("q") if fields is None else fields
         self._first = True
         self._began, self._loading, self._compiling = time.monotonic_ns(), 0, 0
-        self._steps, self._loads = Longest(), Longest()
+        self._steps, self._loads, self._saves = Longest(), Longest(), Longest()
+        self._silent = 0  # the longest time in the checkpoint under way in which nothing came further
 
     def enter(self, phase: Phase) -> None:
         """The loop has come so far; from here on it does this."""
+        saves = PHASES[self._fields[PHASE]] == "checkpoint"
+        self.progress()
         self._fields[PHASE] = PHASES.index(phase)
-        self._fields[MARK] = time.monotonic_ns()
+        if saves and phase != "checkpoint":
+            self._fields[SAVED], self._silent = self._saves.add(self._silent), 0
 
     def progress(self) -> None:
         """The loop has come further in what it does."""
-        self._fields[MARK] = time.monotonic_ns()
+        now = time.monotonic_ns()
+        if PHASES[self._fields[PHASE]] == "checkpoint":
+            self._silent = max(self._silent, now - self._fields[MARK])
+        self._fields[MARK] = now
 
     def resumed(self, step: int) -> None:
         """So many steps are done, by earlier attempts."""

@@ -3,11 +3,14 @@
 A unit's gradients of the earlier micro-steps wait, sharded, for its reduction over dp_replicate in the last backward.
 Where that backward reaches no parameter of the unit, torch drops what waits; where it reaches other parameters than
 before, it adds the parts to each other's. Both are refused here: the values would be wrong and nobody would see it.
+
+Of a single backward what waits is each copy's own gradient, before the copies are averaged.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -34,6 +37,24 @@ def check_released(held: Sequence[Any]) -> None:
     for group in held:
         if any(parameter.sharded_param.grad is None for parameter in trainable_of(group)):
             raise _refusal(group)
+
+
+def take_held_back(modules: Iterable[nn.Module]) -> dict[int | str, torch.Tensor]:
+    """What one backward has left to wait, 1-D, and no longer waits: the id of a parameter -> this rank's part of its
+    gradient; the name of a unit -> all that waits there, where the backward reached only some of its parameters.
+    """
+    found: dict[int | str, torch.Tensor] = {}
+    for group in parameter_groups(modules):
+        held, group._partial_reduce_output = group._partial_reduce_output, None
+        if held is None:
+            continue
+        sizes = [parameter.padded_sharded_param_size.numel() for parameter in trainable_of(group)]
+        if held.numel() != sum(sizes):
+            found[group._module_fqn or "the model"] = held
+            continue
+        for parameter, part in zip(trainable_of(group), held.split(sizes), strict=True):
+            found[id(parameter.sharded_param)] = part[: parameter.sharded_size.numel()]
+    return found
 
 
 def forget_held_back(modules: Iterable[nn.Module]) -> None:

@@ -16,7 +16,7 @@ from allranks.parallel.batchnorm import BatchNorms
 from allranks.parallel.context import Context
 from allranks.parallel.ddp_hook import DdpHook
 from allranks.parallel.expert import ExpertGradients
-from allranks.parallel.held_back import check_released, find_held_back, forget_held_back
+from allranks.parallel.held_back import check_released, find_held_back, forget_held_back, take_held_back
 from allranks.parallel.identity import LiveTensors
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.norm import Groups, clip_gradients
@@ -196,6 +196,23 @@ class Spread:
                 module.set_requires_all_reduce(last or self.find_unused)
                 module.set_is_last_backward(last)
                 self._told[module] = wanted
+
+    def hold_back(self) -> None:
+        """Say that the coming forward and backward is a pass by itself, whose gradients are summed over dp_shard alone:
+        `take_held_back` gives them.
+        """
+        for module in self.modules.values():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(True)
+                module.set_requires_all_reduce(False)
+                module.set_is_last_backward(True)
+                self._told.pop(module, None)
+
+    def take_held_back(self) -> dict[str, torch.Tensor]:
+        """Logical name -> this rank's part of the gradient that such a pass has left, 1-D; once."""
+        names = {id(parameter): name for name, parameter in self.trainable().items()}
+        taken = take_held_back(self.modules.values())
+        return {key if isinstance(key, str) else names[key]: part for key, part in taken.items()}
 
     def check_reduced(self) -> None:
         """After the last backward: TaskError where gradients of an earlier micro-step were lost, or not reduced."""

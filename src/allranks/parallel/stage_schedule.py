@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from allranks import fault_points
 from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.pipeline import Payload, Pipeline
@@ -147,6 +148,7 @@ class Scheduler:
                 pairs = [(t, gradient) for t, gradient in zip(output, gradients, strict=True) if t.requires_grad]
                 if pairs:
                     torch.autograd.backward([t for t, _ in pairs], [gradient for _, gradient in pairs])
+                fault_points.reach("backward")
                 self.transport.send_back(stage, received)
         self.transport.drain()
 
@@ -155,22 +157,21 @@ class Scheduler:
         self._made[number, signature] = made
         if len(self._made) > SCHEDULES:
             self._made.pop(next(iter(self._made))).free()
-        schedule, views = made.schedule, made.views
-        for view in views:
+        for view in made.views:
             view.compute = compute
         # Every stage looks its micro-step up by number; nothing of the batch travels.
         numbers = torch.arange(number)
         holds_first = 0 in self._pipeline.stages
         target = numbers if self._pipeline.last in self._pipeline.stages else None
         try:
-            schedule.step(*([numbers] if holds_first else []), target=target, return_outputs=False, number=numbers)
+            made.schedule.step(*([numbers] if holds_first else []), target=target, return_outputs=False, number=numbers)
         except RuntimeError as error:
             # torch wraps what a forward raises.
             if error.__cause__ is not None:
                 raise error.__cause__ from None
             raise
         finally:
-            for view in views:
+            for view in made.views:
                 view.compute = None
                 if view.beside is not None:
                     view.beside.leaves.clear()
@@ -186,8 +187,7 @@ class Scheduler:
 
         views = {stage: View(self._pipeline, stage, check) for stage in self._pipeline.stages}
         stages = [self._stage(views, stage, signature) for stage in views]
-        kind = get_schedule_class(CLASSES[layout.schedule])
-        one_each = layout.num_stages == layout.pp
+        kind, one_each = get_schedule_class(CLASSES[layout.schedule]), layout.num_stages == layout.pp
         schedule: Any = kind(stages[0] if one_each else stages, number, loss_fn=_as_loss, scale_grads=False)
         return _Made(schedule, list(views.values()), stages)
 
@@ -208,14 +208,13 @@ class Scheduler:
             before = views[stage - 1].beside if stage - 1 in views else None
             kind = partial(BesideStage, beside=view.beside, before=before)
             received, sent = (tuple(one for one in some if one.requires_grad) for some in (received, sent))
-        number = torch.zeros(1, dtype=torch.int64, device="meta")
         loss = torch.zeros((), dtype=torch.float32, device="meta", requires_grad=True)
         made = kind(
             view,
             stage_index=stage,
             num_stages=last + 1,
             device=self._device,
-            input_args=_metas(received) if stage else (number,),
+            input_args=_metas(received) if stage else (torch.zeros(1, dtype=torch.int64, device="meta"),),
             output_args=_metas(sent) if stage < last else (loss,),
             group=self._mesh.group("pp"),
         )

@@ -9,12 +9,14 @@ once.
 Source: torch/distributed/pipelining/stage.py and _backward.py (get_param_groups) of torch 2.11 and 2.13.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from allranks import fault_points
 from allranks.errors import ProcessError
 
 
@@ -23,8 +25,7 @@ def mend(stage: Any, whole: set[int]) -> None:
     # torch 2.11 greets both neighbours, and over gloo no rank can send to itself, as two stages of a V would.
     greetings, here = stage._get_init_p2p_neighbors_ops, stage.group_rank
     stage._get_init_p2p_neighbors_ops = lambda: [op for op in greetings() if op.group_peer != here]
-    sends_back = stage.get_bwd_send_ops
-    stage.get_bwd_send_ops = lambda micro_step: [_in_order(op) for op in sends_back(micro_step)]
+    stage.get_bwd_send_ops = partial(_sent_back, stage.get_bwd_send_ops)
     # Since 2.13 a neighbour's vote may ask for shapes to be tried out, which torch then sends and loads as pickles.
     stage._recv_meta = stage._send_meta = _refuse_to_try_out
     _run_whole(stage, whole)
@@ -64,10 +65,12 @@ def _run_whole(stage: Any, whole: set[int]) -> None:
     stage.backward_one_chunk, stage.backward_weight_one_chunk = both, what_is_left
 
 
-def _in_order(op: Any) -> Any:
-    """A message as its receiver reads it: half a backward leaves gradients in any strides, and NCCL sends storage."""
-    op.tensor = op.tensor.contiguous()
-    return op
+def _sent_back(ops_of: Callable[[int], list[Any]], micro_step: int) -> list[Any]:
+    """A backward's messages as they are read: half of one leaves gradients in any strides, and NCCL sends storage."""
+    fault_points.reach("backward")
+    for op in (ops := ops_of(micro_step)):
+        op.tensor = op.tensor.contiguous()
+    return ops
 
 
 def _refuse_to_try_out(*_: object) -> Any:

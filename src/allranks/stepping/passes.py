@@ -162,10 +162,15 @@ class PlainPasses(Passes):
     def backward_alone(self, micro_step: MicroStep) -> None:
         """Leave the gradients of one micro-step on the parameters: this rank's own, not divided, and not reduced.
 
-        What is fully sharded no rank has whole: that is reduced. Collective where forwards are. DDP has made a pass
-        before.
+        What is fully sharded no rank has whole: that is reduced, or, where there are copies, held back with the sum
+        over each copy's ranks (`Spread.take_held_back`). Collective where forwards are. DDP has made a pass before.
         """
-        sharded = self._spread.mesh.layout.fully_sharded
+        layout = self._spread.mesh.layout
+        sharded = layout.fully_sharded
+        if sharded and layout.copies > 1:
+            self._spread.hold_back()
+            self._backward(micro_step, 1.0)
+            return
         self._spread.synchronise(last=sharded)
         self._backward(micro_step, 1.0)
         if sharded:

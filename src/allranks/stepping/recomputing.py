@@ -1,7 +1,8 @@
 """Does a device compute what another one does? Now and then the gradients of one micro-step are computed twice.
 
 Every rank computes those of its own first micro-step, and then those of its neighbour's, with the same random numbers
-and before anything is reduced: two devices have computed each of them, and the bits must be the same. A device that is
+and before anything is reduced: two devices have computed each of them, and the bits must be the same. Under hsdp that
+is copies of the model instead of ranks: those of one sum their gradients before these are compared. A device that is
 at fault in the same way each time differs from both of its neighbours, and from three ranks on that names it. Where
 nobody else could compute the same (see `can_swap`) a rank computes its own twice: that finds what comes and goes.
 
@@ -73,6 +74,7 @@ class Recomputing:
         passes: make the gradients of the run.
         every: steps between two looks.
         group: the ranks that can compute each other's gradients; None: each computes its own twice.
+        shards: the ranks that sum these with this one before they are compared; None where it is alone.
         world: all ranks; None for one.
 
     What it does goes to the decisions of `spread`.
@@ -87,9 +89,10 @@ class Recomputing:
         every: int,
         group: dist.ProcessGroup | None,
         world: dist.ProcessGroup | None,
+        shards: dist.ProcessGroup | None = None,
     ) -> None:
         self._passes, self._spread, self._every = passes, spread, every
-        self._group, self._world = group, world
+        self._group, self._world, self._shards = group, world, shards
         kernels = everyones(_kernels(spread.device), world, spread.device)
         self._exact = all(kernels) and (group is None or len(set(kernels)) == 1)
         self._alike_at = 0
@@ -109,8 +112,9 @@ class Recomputing:
             mine, other, whose = self._exchange(batch.micro_steps[0])
             self._own = self._gradients(mine)
             self._again = self._gradients(other)
-        dp_rank = self._spread.mesh.dp_rank
-        return {"of": whose, "dp_rank": dp_rank, "totals": [_total(self._own), _total(self._again)]}
+        mesh = self._spread.mesh
+        together = mesh.dp_rank if self._shards is None else mesh.coordinate("dp_replicate")
+        return {"of": whose, "together": together, "totals": [_total(self._own), _total(self._again)]}
 
     def judge(self, told: Sequence[Any], step: int) -> Verdict | None:
         """What is not alike, by what all ranks tell, in their order; collective where bits differ."""
@@ -127,7 +131,7 @@ class Recomputing:
         if not found:
             self._alike_at = step
             return None
-        return explain(found, hosts, [one["dp_rank"] for one in told], step, self._alike_at)
+        return explain(found, hosts, [one["together"] for one in told], step, self._alike_at)
 
     def _exchange(self, mine: MicroStep) -> tuple[MicroStep, MicroStep, int]:
         """This rank's micro-step as a neighbour has it, the neighbour's, and whose that is: this rank's own where
@@ -139,24 +143,24 @@ class Recomputing:
         parcel = Parcel(mine.batch, [mine.weight, mine.random_key, rank])
         batch, (weight, key, whose) = parcel.swap(self._group, self._spread.device)
         mine = replace(mine, batch=parcel.again())
-        if batch is None:
+        # One that keeps its own among others that have swapped would give a sum that nobody else has.
+        if not all(everyones(batch is not None, self._shards, self._spread.device)):
             return mine, mine, rank
         return mine, replace(mine, batch=batch, weight=weight, random_key=key), whose
 
     def _gradients(self, micro_step: MicroStep) -> Rows:
         with buffers_kept(self._spread, unless=False):  # each of the two passes begins with the same ones
             self._passes.backward_alone(micro_step)
-        found = Rows()
+        parts = self._spread.take_held_back()
         for name, parameter in self._spread.trainable().items():
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-                found[name] = (
-                    tensor_digest(local, (0,) * local.dim()),
-                    *(NONE if self._exact else measure(name, local)),
-                )
+                parts[name] = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
         self._spread.path.take()
-        return found
+        return {
+            name: (tensor_digest(part, (0,) * part.dim()), *(NONE if self._exact else measure(name, part)))
+            for name, part in parts.items()
+        }
 
     def _bound(self) -> float:
         precision = self._spread.precision
@@ -175,22 +179,22 @@ def differing(one: Rows, other: Rows, bound: float | None) -> tuple[str, ...]:
 
 
 def explain(
-    found: Sequence[Difference], hosts: Sequence[str], dp_ranks: Sequence[int], step: int, alike_at: int
+    found: Sequence[Difference], hosts: Sequence[str], together: Sequence[int], step: int, alike_at: int
 ) -> Verdict:
     """Rank, step and tensor in words: who is part of every difference is at fault.
 
-    Ranks that compute the same samples together (tp, cp) have one fault together: what one of them computes wrongly
-    comes out of the others, too.
+    Ranks that compute the same samples together (tp, cp), or sum their gradients (the shards of a copy), have one fault
+    together: what one of them computes wrongly comes out of the others, too.
 
     Args:
         hosts: by rank.
-        dp_ranks: by rank: which ranks see the same samples.
+        together: by rank: a number that those ranks have in common.
         alike_at: the step after which all were alike; 0: never compared.
     """
     first = found[0]
     involved = {rank for one in found for rank in (one.rank, one.by)}
-    at_fault = set.intersection(*({dp_ranks[one.rank], dp_ranks[one.by]} for one in found))
-    suspects = {rank for rank in involved if dp_ranks[rank] in at_fault} or involved
+    at_fault = set.intersection(*({together[one.rank], together[one.by]} for one in found))
+    suspects = {rank for rank in involved if together[rank] in at_fault} or involved
     names = " or ".join(f"rank {rank} ({hosts[rank]})" for rank in sorted(suspects))
     more = f" (and {len(first.names) - 1} more)" if len(first.names) > 1 else ""
     alone = all(one.rank == one.by for one in found)
@@ -208,12 +212,13 @@ def explain(
 
 
 def can_swap(layout: Layout, *, fixed: bool) -> bool:
-    """Whether another data-parallel rank can compute a rank's gradients by itself, with the same bits.
+    """Whether another data-parallel rank, or another copy's ranks, can compute a rank's gradients with the same bits.
 
-    Not where it holds other parts or other values of the parameters, nor (`fixed`) where it matters which samples share
-    a forward.
+    Not where they hold other parts or other values of the parameters, nor (`fixed`) where it matters which samples
+    share a forward.
     """
-    return layout.dp > 1 and not layout.fully_sharded and layout.ep == 1 and layout.local_sgd is None and not fixed
+    others = layout.copies if layout.fully_sharded else layout.dp
+    return others > 1 and layout.ep == 1 and layout.local_sgd is None and not fixed
 
 
 def make_recomputing(config: Config, forward: Forward, processes: Processes, *, fixed: bool) -> Recomputing | None:
@@ -229,8 +234,12 @@ def make_recomputing(config: Config, forward: Forward, processes: Processes, *, 
     if not every or Recomputing.name in config.guard.muted:
         return None
     check_recomputing(forward.task, config, layout)
-    group = processes.data_group if can_swap(layout, fixed=fixed) else None
-    return Recomputing(PlainPasses(forward), forward.spread, every, group, processes.world_group)
+    group = shards = None
+    if can_swap(layout, fixed=fixed):
+        mesh = processes.mesh
+        group = mesh.group("dp_replicate") if layout.fully_sharded else processes.data_group
+        shards = mesh.group("dp_shard") if layout.fully_sharded and layout.dp_shard > 1 else None
+    return Recomputing(PlainPasses(forward), forward.spread, every, group, processes.world_group, shards)
 
 
 def check_recomputing(task: Task, config: Config, layout: Layout) -> None:

@@ -57,6 +57,11 @@ class Frame:
         """Whether it is in a file of the user's, rather than of Python, torch or allranks."""
         return not self.file.startswith(_NOT_THE_USERS)
 
+    @property
+    def of_python(self) -> bool:
+        """Whether it is in Python's own library: who waits there waits for whoever called it."""
+        return self.file.startswith((sysconfig.get_path("stdlib"), "<frozen")) and not self.file.startswith(_PACKAGES)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -114,9 +119,10 @@ class Testimony:
 
     @property
     def place(self) -> Frame | None:
-        """The innermost line of the user's; where there is none, the innermost of all."""
+        """The innermost line of the user's; where there is none, of a package's; else the innermost of all."""
         own = (frame for frame in self.stack if frame.of_the_user)
-        return next(own, self.stack[0] if self.stack else None)
+        package = (frame for frame in self.stack if not frame.of_python)
+        return next(own, next(package, self.stack[0] if self.stack else None))
 
     def to_json(self) -> dict[str, Any]:
         """What another host needs of it to judge, as one JSON object: the stack as far as a verdict shows it."""

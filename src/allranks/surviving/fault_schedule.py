@@ -19,6 +19,7 @@ from allranks.fault_points import (
     ONLY_AFTER_FAULTS,
     POINTS,
     UNCONNECTED_POINTS,
+    WORKER_POINTS,
     Fault,
     Kind,
 )
@@ -59,6 +60,8 @@ def parse_choices(text: str | None) -> tuple[Choice, ...]:
         _check_word(kind, KINDS, "kind")
         if kind in DISK_ERRORS and point != ANY and point not in DISK_POINTS:
             raise ConfigError(f"'{part}': nothing is written at {point}; {kind} goes with {', '.join(_disk_points())}")
+        if point in WORKER_POINTS and kind not in ("kill", ANY):
+            raise ConfigError(f"'{part}': a process that loads data can only be killed; give {point}, or another point")
         points = tuple(POINTS) if point == ANY else (point,)
         kinds = get_args(Kind) if kind == ANY else (kind,)
         named = ANY not in (point, kind)
@@ -100,6 +103,8 @@ def draw(passed: Passed, choices: Sequence[Choice], kills: int, seed: int) -> li
 
 
 def _goes_with(point: str, kind: Kind) -> bool:
+    if point in WORKER_POINTS:
+        return kind == "kill"
     if kind == "disconnect":
         return point not in UNCONNECTED_POINTS
     return kind not in DISK_ERRORS or point in DISK_POINTS
@@ -148,7 +153,7 @@ def _check_possible(
             raise ConfigError(
                 f"{choice.point} never happens in this program: it passes "
                 f"{', '.join(name for name in POINTS if name in happen)}; give one of these as --points, or change "
-                "the run (checkpoint.every, evaluate.every)"
+                "the run (checkpoint.every, evaluate.every, data.workers)"
             )
 
 

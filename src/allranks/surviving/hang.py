@@ -127,13 +127,25 @@ def find_cause(found: Sequence[Testimony], alarm: Alarm, absent: Absent = ALL_HE
     gone = tuple(rank for rank in missing if rank not in absent or absent[rank].ended)
     if gone:
         return Cause("dead_peer", gone, f"{name_ranks(gone, hosts)} not there any more, and waited for")
-    if waits and not free:
+    if waits and (not free or never_meet(found)):
         cause = _compare(waits, hosts)
         if cause.kind == "divergence" or not missing:
             return cause
         return Cause("network", tuple(missing), f"{name_ranks(missing, hosts)} waited for, and that host says nothing")
     late = tuple(rank for rank in free if by_rank[rank].row.quiet_seconds > alarm.limit_seconds / 2)
     return _find_occupied(by_rank, late or free or alarm.ranks, hosts, waited_for=bool(waits))
+
+
+def never_meet(found: Sequence[Testimony]) -> bool:
+    """Whether two ranks wait in the same place of one group's order of collectives, and in different ones: then the
+    program has parted, however long its steps are. Who is further than another may only be faster.
+    """
+    seen: dict[tuple[str, tuple[int, ...], int], Collective] = {}
+    for one in found:
+        own = one.waits_in
+        if own is not None and not own.p2p and not _fit(seen.setdefault((own.group, own.ranks, own.seq), own), own):
+            return True
+    return False
 
 
 def _stopped(found: Sequence[Testimony]) -> tuple[int, ...]:
@@ -150,11 +162,15 @@ def _find_occupied(
         return Cause("data", loading, f"{name_ranks(loading, hosts)} still loading data{others}")
     writing = tuple(rank for rank in ranks if by_rank[rank].row.phase == "checkpoint" or by_rank[rank].row.state == "D")
     if writing:
-        return Cause("disk", writing, f"{name_ranks(writing, hosts)} waiting for a disk{others}")
-    place = by_rank[ranks[0]].place if ranks else None
-    where = f" at {place}" if place is not None else ""
+        where = _where(by_rank[writing[0]])
+        return Cause("disk", writing, f"{name_ranks(writing, hosts)} waiting for a disk{where}{others}")
+    where = _where(by_rank[ranks[0]]) if ranks else ""
     kind: Kind = "straggler" if waited_for else "stuck"
     return Cause(kind, tuple(ranks), f"{name_ranks(ranks, hosts)} busy{where}{others}")
+
+
+def _where(one: Testimony) -> str:
+    return f" at {one.place}" if one.place is not None else ""
 
 
 def absent_from(own: Collective, by_rank: Mapping[int, Testimony]) -> list[int]:

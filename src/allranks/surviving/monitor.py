@@ -6,7 +6,9 @@ process, on the monotonic clock alone, and tells apart
     dead       the kernel says so at once (workers.py)
     stopped    the kernel shows the process as stopped (SIGSTOP, a debugger) or frozen, for `guard.stopped_seconds`
     hung       nobody comes further for longer than steps take here
-    slow       a rank loads data for longer than that: told, and left in peace until `guard.input_seconds`
+    doubtful   no step has taken as long as this one: it is looked whether ranks wait in collectives that never meet
+    slow       a rank loads data for longer than that, or a checkpoint shows nothing for longer than it does here: told,
+               and left in peace until `guard.input_seconds` or `guard.checkpoint_seconds`
 
 How long a step may take is learned from this run's own steps. The first step, later compilation, evaluation and
 checkpoints have limits of their own. A time in which this process did not run (a suspended machine) counts for nobody,
@@ -27,6 +29,7 @@ from allranks.observing.heartbeat import (
     PHASE,
     PHASES,
     PULSE,
+    SAVED,
     STEP,
     Phase,
 )
@@ -34,12 +37,14 @@ from allranks.surviving.beats import SharedBeats
 from allranks.surviving.kernel import FROZEN, STOPPED, core_seconds, is_frozen, process_state
 
 LEAST_HANG_SECONDS = 15.0
+LEAST_SAVE_SECONDS = 30.0  # without a sign of a checkpoint: until it is told
 LEARNED_FACTOR = 5.0
+DOUBT_FACTOR = 1.1
 LOOK_SECONDS = 0.25
 SUSPENDED_SECONDS = 5.0  # between two looks: then this process itself did not run
 SILENT_SECONDS = 1.0  # without a sign: then it is looked whether a worker is frozen
 
-Kind = Literal["stopped", "hung", "slow"]
+Kind = Literal["stopped", "hung", "doubtful", "slow"]
 
 LIMITS: Mapping[Phase, str] = {
     "start": "first_step_seconds",
@@ -67,6 +72,7 @@ class Row:
         first_seconds, longest_seconds: its first step of this attempt, and how long later ones take, without loading;
             0.0 where there is none.
         loading_seconds: how long it loads data in later steps.
+        saving_seconds: how long a checkpoint shows nothing, of those that this attempt has written.
     """
 
     rank: int
@@ -80,17 +86,24 @@ class Row:
     longest_seconds: float
     mark: int = 0
     loading_seconds: float = 0.0
+    saving_seconds: float = 0.0
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Something is wrong: what, with whom first of all, and whether to act now or only to tell."""
+    """Something is wrong: what, with whom first of all, and whether to act now or only to tell.
+
+    Attributes:
+        act: of `doubtful`: where the ranks' own words prove that they hang.
+        phase: of `slow`: what takes long there, input or checkpoint.
+    """
 
     kind: Kind
     ranks: tuple[int, ...]
     limit_seconds: float
     act: bool
+    phase: Phase = "input"
 
 
 @final
@@ -125,7 +138,7 @@ class Monitor:
         self._guard = guard
         self._last_look = self._awake_since = time.monotonic()
         self._stopped_since: dict[int, tuple[int, float]] = {}  # by rank: its mark, and since when
-        self._told: tuple[int, int] | None = None  # what was told of already: (rank, whether to act)
+        self._told: tuple[int, Kind, bool] | None = None  # what was told of already: rank, kind, whether to act
         self._delays: dict[int, _CoreTime] = {}  # by local rank
 
     def begin_attempt(self, num_workers: int) -> None:
@@ -156,11 +169,11 @@ class Monitor:
         awake = now - self.delayed_seconds
         rows = [self._row(place, pid, ranks[place], awake) for place, pid in sorted(pids.items())]
         self.note_steps()
-        alarm = self._find_stopped(rows, now) or find_hung(rows, self._guard)
+        alarm = self._find_stopped(rows, now) or find_silent(rows, self._guard)
         if alarm is None:
             self._told = None
             return rows, None
-        silence = (alarm.ranks[0], int(alarm.act))
+        silence = (alarm.ranks[0], alarm.kind, alarm.act)
         if self._told == silence:
             return rows, None
         self._told = silence
@@ -213,6 +226,7 @@ class Monitor:
             longest_seconds=slot[LONGEST] / 1e9,
             mark=slot[MARK],
             loading_seconds=slot[LOADED] / 1e9,
+            saving_seconds=slot[SAVED] / 1e9,
         )
 
     def _find_stopped(self, rows: Sequence[Row], now: float) -> Alarm | None:
@@ -225,6 +239,33 @@ class Monitor:
         limit = self._guard.stopped_seconds
         self.stopped = tuple(rank for rank, (_, since) in self._stopped_since.items() if now - since >= limit)
         return Alarm("stopped", self.stopped, limit, act=True) if self.stopped else None
+
+
+def find_silent(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
+    """Who hangs, or else whose checkpoint or step takes longer than any here; None: nobody's."""
+    return find_hung(rows, guard) or find_slow_save(rows, guard) or find_doubtful(rows, guard)
+
+
+def find_slow_save(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
+    """Whose checkpoint has shown nothing for longer than it does here, and not for so long that it hangs.
+
+    A disk that is slow and one that is gone look alike from here, so that only the limit ends the wait.
+    """
+    limit = max(LEAST_SAVE_SECONDS, LEARNED_FACTOR * max((row.saving_seconds for row in rows), default=0.0))
+    saving = tuple(row.rank for row in rows if row.phase == "checkpoint" and row.quiet_seconds > limit)
+    if not saving or limit >= guard.checkpoint_seconds:
+        return None
+    return Alarm("slow", saving, limit, act=False, phase="checkpoint")
+
+
+def find_doubtful(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
+    """Whether all are in a step that takes longer than any before, where that alone is no hang for a while yet."""
+    longest = max((max(row.longest_seconds, row.loading_seconds) for row in rows), default=0.0)
+    limit = max(LEAST_HANG_SECONDS, DOUBT_FACTOR * longest)
+    learned = guard.hang_seconds is None and max((row.longest_seconds for row in rows), default=0.0) > 0.0
+    if not learned or any(row.phase != "step" or row.quiet_seconds <= limit for row in rows):
+        return None
+    return Alarm("doubtful", tuple(row.rank for row in rows), limit, act=True)
 
 
 def find_hung(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:

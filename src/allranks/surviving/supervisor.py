@@ -23,18 +23,14 @@ from allranks.observing.journal import Journal
 from allranks.run import Run
 from allranks.surviving.bad_link import BadLink
 from allranks.surviving.evidence import Testimony, question
-from allranks.surviving.hang import ALL_HERE, Absent, diagnose
+from allranks.surviving.hang import ALL_HERE, Absent, diagnose, never_meet
 from allranks.surviving.in_hand import InHand, explain_ends
-from allranks.surviving.monitor import Alarm, Monitor, Row
-from allranks.surviving.ruling import Ruling
+from allranks.surviving.monitor import Alarm, Monitor
+from allranks.surviving.ruling import Ruling, what_follows
 from allranks.surviving.slow_rank import SlowRank
+from allranks.surviving.unanswered import DISK_SECONDS, within
 from allranks.verdict import Verdict
 
-FOLLOWS = {
-    "restart": "all workers are ended now, and start again from the newest checkpoint (guard.hang=restart)",
-    "stop": "all workers are ended now, and the run with 93 (guard.hang=stop)",
-    "report": "the run goes on as it is (guard.hang=report)",
-}
 DOUBT_SECONDS = 15.0  # after other hosts' ranks have shown that nothing hangs: until it is asked again
 
 
@@ -64,11 +60,9 @@ class Supervision:
 
         def tell(verdict: Verdict) -> None:
             print(f"\n{verdict}", file=sys.stderr, flush=True)
-            try:
-                with contextlib.closing(Journal(run.journal())) as journal:
-                    journal.append([{"t": time.time(), "event": "verdict", **verdict.to_json()}])
-            except RunError as error:  # what the verdict is about ends the run, not this
-                print(f"warning: this verdict is not in the journal: {error}", file=sys.stderr, flush=True)
+            line = {"t": time.time(), "event": "verdict", **verdict.to_json()}
+            if missing := within(DISK_SECONDS, lambda: _write(run, line), "its disk does not answer"):
+                print(f"warning: this verdict is not in the journal: {missing}", file=sys.stderr, flush=True)
 
         return cls(guard, tell, run.begin_attempt, halve, run.config)
 
@@ -120,7 +114,9 @@ class Supervisor:
         if alarm is None:
             return None
         ruling = self.judge(self.question(pids, ranks), alarm)
-        return self.obey(None if ruling.failure is not None and self.is_outdated(ruling, pids, ranks) else ruling)
+        if ruling is not None and ruling.failure is not None and self.is_outdated(ruling, pids, ranks):
+            ruling = None
+        return self.obey(ruling)
 
     def notice(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> Alarm | None:
         """What is wrong with the living workers of this host, once; arguments as of `look`."""
@@ -130,32 +126,40 @@ class Supervisor:
         self._places = {rank: place for place, rank in ranks.items()}
         rows, alarm = self.monitor.look(pids, ranks)
         if alarm is None:
-            self._see_whether_it_goes_on(rows)
+            if self._told is not None and (goes_on := self._told.goes_on(rows)) is not None:
+                self._told = None
+                self._supervision.tell(goes_on)
             for verdict in filter(None, (watch.look(rows, self._places) for watch in self._watches)):
                 self._supervision.tell(verdict)
         return alarm
 
     def question(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> list[Testimony]:
-        """Where the living workers of this host stand; arguments as of `look`. It takes up to two seconds."""
+        """Where the living workers of this host stand; arguments as of `look`. It takes up to two seconds, or
+        five where the disk with their logs does not answer, and what is seen without it is all.
+        """
         rows, _ = self.monitor.look(pids, ranks)
-        return question(rows, {rank: place for place, rank in ranks.items()}, self.monitor.beats, self._logs)
+        places = {rank: place for place, rank in ranks.items()}
+        seen = [Testimony(row) for row in rows]
+        return within(DISK_SECONDS, lambda: question(rows, places, self.monitor.beats, self._logs), seen)
 
-    def judge(self, found: Sequence[Testimony], alarm: Alarm, absent: Absent = ALL_HERE) -> Ruling:
-        """What has been found, and what follows by the config.
+    def judge(self, found: Sequence[Testimony], alarm: Alarm, absent: Absent = ALL_HERE) -> Ruling | None:
+        """What has been found, and what follows by the config; None: nothing is, of what was only doubtful.
 
         Args:
             found: of every rank that could be looked at.
             alarm: what the monitor saw.
             absent: of several hosts: all other ranks.
         """
+        if alarm.kind == "doubtful" and not never_meet(found):
+            return None
         guard, step = self._supervision.guard, max((one.row.step for one in found), default=0)
-        follows = FOLLOWS[guard.hang]
-        if not alarm.act:
-            follows = f"nothing follows yet: data may take {guard.input_seconds:g} s (guard.input_seconds)"
-        verdict, culprits = diagnose(found, alarm, follows, absent)
+        verdict, culprits = diagnose(found, alarm, what_follows(alarm, guard), absent)
         culprits = culprits or alarm.ranks
+        if not alarm.act and alarm.phase == "checkpoint":
+            verdict = replace(verdict, what=f"{verdict.what}; it may take {guard.checkpoint_seconds:g} s")
+            return Ruling(verdict, culprits, step, slow="checkpoint")
         if not alarm.act:
-            return Ruling(verdict, alarm.ranks, step, slow=True)
+            return Ruling(verdict, alarm.ranks, step, slow="input")
         failure = None if guard.hang == "report" else _describe(culprits, found, absent, verdict)
         marks = {one.row.rank: one.row.mark for one in found if one.row.rank in alarm.ranks}
         return Ruling(verdict, culprits, step, marks, failure=failure)
@@ -182,18 +186,6 @@ class Supervisor:
         self._told = ruling
         self._supervision.tell(ruling.verdict)
         return ruling.failure
-
-    def _see_whether_it_goes_on(self, rows: list[Row]) -> None:
-        told = self._told
-        if told is None or not (told.slow or told.verdict.kind == "data"):
-            return
-        late = [row.rank for row in rows if row.rank in told.ranks and row.phase != "input"]
-        if not late and all(row.step <= told.step for row in rows):
-            return
-        names = ", ".join(map(str, late or told.ranks))
-        what = f"the run goes on: rank {names} has its data; it was slow and did not hang"
-        self._told = None
-        self._supervision.tell(Verdict("goes_on", what, (), "see why loading took so long there"))
 
     def may_restart(self, failure: Failure) -> bool:
         """Whether workers are started again after this failure; counts it."""
@@ -274,6 +266,16 @@ class Supervisor:
             return InHand.read(beats.slot(self._places[failure.rank]))
         held = (InHand.read(beats.slot(place)) for place in range(self._num_workers))
         return max((one for one in held if one is not None), key=lambda one: one.step, default=None)
+
+
+def _write(run: Run, line: Mapping[str, object]) -> str:
+    """Append to rank 0's journal; why it could not be: what the verdict is about ends the run, not this."""
+    try:
+        with contextlib.closing(Journal(run.journal())) as journal:
+            journal.append([line])
+    except RunError as error:
+        return str(error)
+    return ""
 
 
 def _describe(culprits: Sequence[int], found: Sequence[Testimony], absent: Absent, verdict: Verdict) -> Failure:

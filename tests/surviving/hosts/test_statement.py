@@ -47,6 +47,15 @@ def test_what_one_host_does_excuses_who_waits_on_another() -> None:
     assert find_alarm(gather([waits, starved]), [waits, starved], GUARD) is None, "rank 1 had no core for 10 s"
 
 
+def test_a_save_on_one_host_is_told_of_on_all() -> None:
+    waits, saves = (
+        Statement((witness(0, collective(12)),)),
+        Statement((witness(1, phase="checkpoint", quiet_seconds=40.0),)),
+    )
+    alarm = find_alarm(gather([waits, saves]), [waits, saves], GUARD)
+    assert alarm is not None and (alarm.kind, alarm.ranks, alarm.phase) == ("slow", (1,), "checkpoint")
+
+
 def test_who_is_stopped_anywhere_is_the_alarm() -> None:
     fine, stopped = Statement((witness(0, quiet_seconds=1.0),)), Statement((witness(1, state="T"),), (1,))
     alarm = find_alarm(gather([fine, stopped]), [fine, stopped], GUARD)

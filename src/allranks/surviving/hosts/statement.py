@@ -8,7 +8,7 @@ from allranks.config_guard import GuardConfig
 from allranks.surviving.evidence import Testimony
 from allranks.surviving.hang import Absentee
 from allranks.surviving.hosts.table import Table, host_of
-from allranks.surviving.monitor import Alarm, find_hung
+from allranks.surviving.monitor import Alarm, find_silent
 
 
 @final
@@ -56,7 +56,7 @@ def find_alarm(found: Sequence[Testimony], statements: Sequence[Statement | None
     stopped = tuple(rank for one in statements if one is not None for rank in one.stopped)
     if stopped:
         return Alarm("stopped", stopped, guard.stopped_seconds, act=True)
-    return find_hung([one.row for one in found], guard)
+    return find_silent([one.row for one in found], guard)
 
 
 def find_absent(table: Table, statements: Sequence[Statement | None]) -> dict[int, Absentee]:
