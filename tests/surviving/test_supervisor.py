@@ -110,7 +110,7 @@ def test_a_disk_that_does_not_answer_keeps_no_verdict(
     logs.mkdir()
     os.mkfifo(log_file(logs, 0))
     supervisor = Supervisor(Supervision.of_run(run, GuardConfig()), 1, logs)
-    supervisor.begin_attempt()
+    supervisor.begin_attempt(1)
     supervisor.monitor.beats.slot(0)[PHASE] = PHASES.index("checkpoint")
     (seen,) = supervisor.question({0: os.getpid()}, {0: 0})
     assert (seen.row.rank, seen.row.phase, seen.stack) == (0, "checkpoint", ())
@@ -256,7 +256,7 @@ def test_a_step_longer_than_any_ends_the_run_only_where_ranks_prove_it(
 ) -> None:
     told: list[Verdict] = []
     supervisor = Supervisor(Supervision(GuardConfig(), told.append, lambda: None), 2, tmp_path)
-    supervisor.begin_attempt()
+    supervisor.begin_attempt(2)
     for place in (0, 1):
         slot = supervisor.monitor.beats.slot(place)
         slot[PHASE], slot[STEP], slot[LONGEST] = PHASES.index("step"), 7, 20 * 10**9

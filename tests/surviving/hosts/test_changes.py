@@ -56,9 +56,15 @@ def test_who_is_asked_to_stop_leaves_where_the_layout_takes_the_others(can_train
 
 
 def test_the_layout_is_asked_about_those_that_stay_and_those_that_wait() -> None:
-    others, asked = Others(), list[list[_NodeDesc]]()
+    asked: list[list[_NodeDesc]] = []
+
+    def can_train(nodes: list[_NodeDesc]) -> bool:
+        asked.append(nodes)
+        return True
+
+    others = Others()
     others.beside = {_NodeDesc("c", 10, 0)}
-    others.spares = SimpleNamespace(news=lambda table: None, can_train=lambda nodes: asked.append(nodes) or True)
+    others.spares = SimpleNamespace(news=lambda table: None, can_train=can_train)
     found, interrupts = changes(others)
     assert found.may_leave(STOPPED)
     assert [[node.addr for node in nodes] for nodes in asked] == [["a", "c"]]
