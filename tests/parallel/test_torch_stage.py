@@ -14,7 +14,8 @@ TOKENS = torch.tensor([1, 2])
 
 
 def scaled(value: torch.Tensor) -> torch.Tensor:
-    return value * TABLE(TOKENS)
+    found: torch.Tensor = value * TABLE(TOKENS)
+    return found
 
 
 @pytest.mark.parametrize(
