@@ -90,7 +90,12 @@ def test_types_are_those_of_the_program() -> None:
 def test_a_pipeline_is_walked_once_and_only_where_a_rank_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
     walks: list[int] = []
     walk = dryrun._walk
-    monkeypatch.setattr(dryrun, "_walk", lambda asked, full: (walks.append(asked.rank), walk(asked, full)))
+
+    def noted(asked: Any, full: bool) -> None:
+        walks.append(asked.rank)
+        walk(asked, full)
+
+    monkeypatch.setattr(dryrun, "_walk", noted)
     cluster = find_cluster("1x4:cpu")
     for layout, ranks, walked in (("pp=2,dp_replicate=2", (0, 2), []), ("pp=4", (0, 2, 3), [2])):
         walks.clear()
@@ -117,8 +122,8 @@ class RankedTask(Hourglass):
     """Its first layer looks at the rank."""
 
     def model(self) -> nn.Module:
-        model: Any = super().model()
-        model.first = Ranked(model.first)
+        model = super().model()
+        model.add_module("first", Ranked(model.get_submodule("first")))
         return model
 
 

@@ -78,8 +78,9 @@ def _compare_sent(ranks: Mapping[int, RankRehearsal]) -> list[Finding]:
     ways: defaultdict[tuple[int, int], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
     for told in ranks.values():
         for message in told.sequence:
-            if message.peer in ranks and message.peer != told.rank:
-                ends = (told.rank, message.peer) if message.op == "send" else (message.peer, told.rank)
+            peer = message.peer
+            if peer is not None and peer in ranks and peer != told.rank:
+                ends = (told.rank, peer) if message.op == "send" else (peer, told.rank)
                 ways[ends][message.op != "send"].append(message)
     found = []
     for (sender, receiver), both in sorted(ways.items()):

@@ -41,10 +41,10 @@ def draw_others(told: Rehearsal, estimate: Estimate) -> Iterator[Drawn]:
     for place in (place for place in range(layout.pp) if place not in known):
         # Of two that are as near the one inside: embedding and head are at the ends.
         near = min(known, key=lambda one: (abs(one - place), one in ends))
-        orders = [
+        order, wanted = (
             [action for action in order_actions(layout, at, number) if action.kind in PASSES] for at in (near, place)
-        ]
-        works = tuple(_reordered(known[near].works, *orders, layout, place, told.between_stages))
+        )
+        works = tuple(_reordered(known[near].works, order, wanted, layout, place, told.between_stages))
         yield Drawn(place, known[near].rank, replace(known[near], stage=place, works=works))
 
 
