@@ -427,7 +427,7 @@ def test_the_second_run_alone_is_watched_also_under_another_forward(policy: str)
     block = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     block[0].register_forward_pre_hook(lambda *_: told.append("runs"))
     apply([block], policy)
-    inner = block.forward
+    inner: Any = block.forward
 
     @wraps(inner)
     def outer(*args: Any) -> Any:
