@@ -88,7 +88,8 @@ def ballot(rank: int, ledger: int) -> Ballot:
 
 def brought(ranks: int, rank: int, ledger: int, stages: int) -> torch.Tensor:
     """The vector of one rank of so many, as it goes into the reduction."""
-    with world(ranks, rank) as group, Reduced() as reduced:
+    reduced = Reduced()
+    with world(ranks, rank) as group, reduced:
         Agreement(group, torch.device("cpu"), stage=rank * stages // ranks, num_stages=stages).start(
             ballot(rank, ledger)
         )
