@@ -16,7 +16,19 @@ from tests.s3_server import BUCKET, S3Server, line, needs_s3, s3_server
 
 TASK = str(PROGRAMS / "faulty.py")
 URL = f"s3://{BUCKET}/mine"
-WORDS = ("train", TASK, "train.global_batch=8", "checkpoint.every=5", "--nproc", "2", "--layout", "ddp", "--run", "run")
+WORDS = (
+    "train",
+    TASK,
+    "train.global_batch=8",
+    "checkpoint.every=5",
+    "--nproc",
+    "2",
+    "--layout",
+    "ddp",
+    "guard.slow_rank=off",
+    "--run",
+    "run",
+)
 MIRROR = f"checkpoint.mirror={URL}"
 RESUME = ("train", "--resume", "run", "--nproc", "2", "--layout", "ddp")
 
@@ -51,7 +63,8 @@ def mirrored(server: S3Server, run: Path) -> list[str]:
 def test_a_run_that_has_lost_its_directory_s_checkpoints_goes_on_from_s3(server: S3Server, tmp_path: Path) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     allranks(*WORDS, "train.steps=12", MIRROR, folder=tmp_path)
-    assert mirrored(server, run) == ["step-00000010", "step-00000012"] and not told(run)
+    # Where copying is slower than saving what comes between is left out: 10, or the first one instead of it.
+    assert mirrored(server, run)[-1] == "step-00000012" and len(mirrored(server, run)) == 2 and not told(run)
     shutil.rmtree(run / "checkpoints")
     ran = allranks(*RESUME, "train.steps=15", folder=tmp_path)
     assert f"step-00000012 came back from {URL}" in ran.stdout + ran.stderr
@@ -101,8 +114,7 @@ def test_a_server_that_stands_still_holds_no_run_up_for_ever(server: S3Server, t
         with running(*words, folder=tmp_path) as command:
             wait_for(lambda: 7 in steps(run), "step 7")
             server.signal(signal.SIGSTOP)
-            command.wait(LIMIT_SECONDS)
-            said = str(command.communicate()[0])
+            said, _ = command.communicate(timeout=LIMIT_SECONDS)
     finally:
         server.signal(signal.SIGCONT)
     assert command.returncode == 0, said
@@ -131,27 +143,26 @@ def test_a_worker_that_is_killed_while_it_uploads_leaves_nothing_half_visible(
             assert set(before) <= set(mirrored(server, run))
             cable.cut()
             cable.holds = False
-            command.wait(LIMIT_SECONDS)
-            said = str(command.communicate()[0])
+            said, _ = command.communicate(timeout=LIMIT_SECONDS)
     assert command.returncode == 0 and Run.open(run).attempts == 2, said
-    assert mirrored(server, run) == ["step-00000095", "step-00000100"]
+    assert mirrored(server, run)[-1] == "step-00000100" and len(mirrored(server, run)) == 2
 
 
 @pytest.mark.full
 def test_what_comes_back_for_longer_than_a_start_may_take_is_no_hang(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some 10 MB over a line of 150 kB/s, where a start may take 40 s: both ranks show that it comes further."""
+    """Some megabytes over a line of 100 kB/s, where a start may take 25 s: both ranks show that it comes further."""
     run = tmp_path / "run"
-    allranks(*WORDS, "train.steps=5", MIRROR, "task.width=180000", folder=tmp_path)
+    allranks(*WORDS, "train.steps=5", MIRROR, "task.width=90000", folder=tmp_path)
     shutil.rmtree(run / "checkpoints")
     with line(server.port) as cable:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{cable.port}")
-        cable.rate = 150_000
-        ran = allranks(*RESUME, "train.steps=6", "guard.first_step_seconds=40", folder=tmp_path)
+        cable.rate = 100_000
+        ran = allranks(*RESUME, "train.steps=6", "guard.first_step_seconds=25", folder=tmp_path)
     assert Run.open(run).attempts == 2 and not told(run), ran.stderr
     events = Run.open(run).events()
     starts = [event["t"] for event in events if event["event"] == "start"]
     resumed = next(event["t"] for event in events if event["event"] == "resume")
-    assert resumed - starts[-1] > 40, json.dumps(events[-5:])
+    assert resumed - starts[-1] > 25, json.dumps(events[-5:])
     assert list(steps(run)) == list(range(1, 7))
