@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,12 +80,14 @@ def test_the_test_of_a_page_names_it(page: str, test: str) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one run of each name that the pages look at, and the log of one."""
+    """A folder with a run under each name that the pages look at, and its log."""
     folder = tmp_path_factory.mktemp("pages")
-    names = {word for page in OF_A_RUN for words in commands(page) for word in words if word.startswith("runs/")}
-    for name in sorted({"/".join(name.split("/")[:2]) for name in names}):
-        done = allranks("train", POINTS, *TRAINED, "--nproc", "1", "--run", name, folder=folder)
-        (folder / "train.log").write_text(done.stdout + done.stderr)
+    named = {word for page in OF_A_RUN for words in commands(page) for word in words if word.startswith("runs/")}
+    first, *others = sorted({"/".join(name.split("/")[:2]) for name in named})
+    done = allranks("train", POINTS, *TRAINED, "--nproc", "1", "--run", first, folder=folder)
+    (folder / "train.log").write_text(done.stdout + done.stderr)
+    for name in others:
+        shutil.copytree(folder / first, folder / name)
     return folder
 
 
@@ -99,6 +102,8 @@ def test_commands_that_look_at_a_run(
     assert asked
     for words in asked:
         arguments = [re.sub(r"step-0*([24])00$", r"step-0000000\1", word) for word in words[1:]]
-        assert main(arguments) in (0, 1), words
+        arguments = [re.sub(r"^\*\.(down|up)\.weight$", "3.weight", word) for word in arguments]
+        # Of a run that nothing befell `explain` knows nothing: 3.
+        assert main(arguments) in ((0, 1, 3) if words[1] == "explain" else (0, 1)), words
         said = capsys.readouterr()
         assert said.out and not said.err, (words, said.err)
