@@ -92,12 +92,14 @@ JOIN = "join"
 
 
 def command(way: str, folder: Path, number: int) -> list[str]:
-    """What one host runs; `number`: which, from 1."""
-    words = PROGRAM.command(way, folder)
+    """What one host runs, where hosts know each other by name, which torchrun wants; `number`: which, from 1."""
+    (folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 hosta\n10.77.0.2 hostb\n", encoding="utf-8")
+    words = ["sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(folder / "hosts")]
+    words += PROGRAM.command(way, folder)
     if way == "torchrun":
         meet = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={ENDPOINT}", "--rdzv-id=run"]
         place = words.index("--standalone")
-        words[place : place + 1] = [*meet, f"--local-addr=10.77.0.{number}"]  # nobody knows hosts by name here
+        words[place : place + 1] = [*meet, f"--local-addr=10.77.0.{number}"]
         return ["env", f"GLOO_SOCKET_IFNAME={DEVICE}", *words]
     return [*words, "--nodes", "1:2", "--rendezvous", f"c10d://{ENDPOINT}"]
 
@@ -143,7 +145,7 @@ def measure_one(way: str, fault: str, patience: float) -> tuple[float, bool, int
 def _await_both(watched: Watched, laboratory: Laboratory) -> None:
     """Some steps of the two together: the first may have begun alone."""
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and all(one.process.poll() is None for one in laboratory.machines):
         watched.look()
         if 1 in watched.pids:
             made = len(watched.steps)
