@@ -118,7 +118,7 @@ def test_a_step_longer_than_any_is_doubtful_before_it_is_a_hang() -> None:
 def test_a_doubt_does_not_keep_the_hang_behind_it_from_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     watch = Monitor(GUARD, 1)
-    watch.begin_attempt()
+    watch.begin_attempt(1)
     slot = watch.beats.slot(0)
     slot[PHASE], slot[LONGEST] = PHASES.index("step"), 20 * 10**9
     told = []
