@@ -187,6 +187,11 @@ def describe_signal(number: int, *, rank: int, pid: int, when: float) -> Failure
     message = f"was killed by {name}"
     if name == "SIGKILL":
         message += ": by somebody's kill -9, or by the kernel for want of memory (`dmesg` tells)"
+    elif name == "SIGBUS":
+        message += (
+            ": it touched memory that is not there: a mapped file (of the data) was cut short, or /dev/shm is full; "
+            "its log has the stack of each thread"
+        )
     elif crashed:
         message += ": a crash in compiled code; its log has the stack of each thread"
     return Failure(

@@ -14,6 +14,7 @@ from allranks.errors import ConfigError, TaskError
 from allranks.failure import INTERRUPTED, PREEMPTED, AgreedStop
 from allranks.observing.recorder import StepRecord, Value
 from allranks.recorded import Noting, note_error
+from allranks.training.newest import resume_warnings
 from allranks.training.own.banner import introduce
 from allranks.training.own.ground import Ground
 from allranks.training.own.run import Logbook, check_numbers
@@ -76,9 +77,7 @@ class OwnLoop:
             raise TaskError("world.resume() belongs before the loop, once")
         logbook, processes, run = self.open(), self._ground.processes, self.open().run
         found, skipped = find_checkpoint(run.checkpoints, run.id, processes)
-        warnings = [f"passed over a newer checkpoint: {reason}" for reason in skipped]
-        if found is None and run.attempts > 1:
-            warnings.append("there is no checkpoint yet: the run starts from the beginning")
+        warnings = resume_warnings(run.checkpoints, found, skipped, run.attempts)
         data = compare_data(self.order, found, processes, "warn")
         for warning in (*warnings, *data.warnings, *data.decisions):
             logbook.say(f"warning: {warning}")
