@@ -1,6 +1,7 @@
 """Which network interface the processes of a world reach each other by."""
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -30,6 +31,21 @@ def choose_interface(environment: ProcessEnvironment) -> tuple[str | None, Decis
     if name is None:
         return None, Decision("interface left to the backend", f"no local interface leads to {master}")
     return name, Decision(f"interface {name}", f"it leads to {master}, where rank 0 is")
+
+
+def advise_on_start(reason: str, name: str | None) -> str:
+    """What to look at where a backend did not start: threads that the system does not allow, or else the interface.
+
+    Args:
+        reason: the backend's words.
+        name: the interface of gloo.
+    """
+    if os.strerror(errno.EAGAIN) in reason:  # of a thread or a process
+        return (
+            "no more threads may be started here: raise `ulimit -u`, or the limit of the container or the job "
+            "(pids.max, docker run --pids-limit)"
+        )
+    return f"the interface is {name or 'of its own choice'} (GLOO_SOCKET_IFNAME sets another)"
 
 
 def choose_for_nccl(environment: ProcessEnvironment, name: str | None) -> tuple[str | None, Decision | None]:
