@@ -137,3 +137,11 @@ def test_of_a_run_the_restarts_before_count(tmp_path: Path) -> None:
         Failure(rank, "node-a", 5, 2.0, 1, FAULT).write(run.log().parent)
         assert explain(run.path)[0].evidence[-1].startswith(told)
         (run.log().parent / f"failure-{rank:05d}.json").unlink()
+
+
+def test_of_a_run_too_pieces_are_told_and_nccls_start_is_no_finding(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {"t": 1.0, "event": "start", "attempt": 0, "world_size": 2, "device": "cuda"})
+    Failure(0, "node-a", 5, 2.0, 1, LINES["E13"], traceback=f"Traceback ...\n{LINES['E13']}").write(run.log().parent)
+    run.log(1).write_text(LINES["E12"] + "\n")
+    (found,) = explain(run.path)
+    assert found.kind == "E13" and "14% of what torch holds" in found.evidence[-1] and "expandable" in found.next

@@ -78,7 +78,9 @@ def explain_run(run: Run) -> list[Verdict]:
     for log in find_logs(run, parts):
         sightings += _read(log.path, timeouts if log.apart else of_any_attempt, figures, log.begin)
     together = compare(timeouts.newest(), _job(run, parts, failures))
-    seen = [_describe(one, together, figures) for one in sightings if one.signature.name not in known]
+    # A rank's log may well end in NCCL's words while it trains: the supervisor has seen whether it hung.
+    sightings = [one for one in sightings if one.signature.name not in known and not one.signature.last]
+    seen = [_describe(one, together, figures) for one in sightings]
     found += list({one.kind: one for one in reversed(seen)}.values())[::-1]
     if failure is not None:
         found[0] = _with_figures(found[0], figures, run, failure)
@@ -161,6 +163,10 @@ def _of_failure(failure: Failure, run: Run) -> Verdict:
     signature = next((one for one in SIGNATURES if any(map(one.regex.search, lines))), None)
     move = signature.next if signature is not None else f"look at its log: {run.log(failure.rank)}"
     evidence = tuple(failure.traceback.rstrip().splitlines()) if failure.traceback else (failure.message,)
+    if signature is not None and signature.name == "E13":
+        match = next(filter(None, map(signature.regex.search, lines)))
+        if (pieces := describe_pieces(match[1], match[2])) is not None:
+            evidence, move = (*evidence, pieces[0]), pieces[1]
     return Verdict("crash" if signature is None else signature.name, failure.brief(), evidence, move)
 
 

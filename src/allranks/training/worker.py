@@ -11,6 +11,7 @@ from typing import Any
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.mirror import Mirror
+from allranks.data.worker_process import worker_death
 from allranks.errors import ConfigError, GuardError, ProcessError
 from allranks.failure import is_out_of_memory
 from allranks.launching.environment import read_environment
@@ -162,8 +163,11 @@ class _Training:
             contents = Contents.of_session(session, config.schedule, found.fingerprint)
             ending = self._loop(session, contents, self._resume(contents, checkpoint, skipped), checkpoint)
         except BaseException as error:
-            note_error(error)
-            self._tell_end("failed", error)
+            death = worker_death(error)  # of a process that loads: torch's signal handler raises it wherever this is
+            note_error(death or error)
+            self._tell_end("failed", death or error)
+            if death is not None:
+                raise death from error
             raise
         self._tell_end("done" if ending.reason == "done" else "stopped", None)
         return ending
