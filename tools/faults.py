@@ -202,9 +202,8 @@ def render_faults(results: Results | None = None, counted: Mapping[str, int] | N
     lines.append("|---|---|---|---|---|---|---|")
     for fault, record in rows:
         seconds = "; ".join(f"{seconds:.1f}{TIMES[time]}" for time, seconds in record.seconds.items())
-        cells = (fault.number, fault.what, fault.does, is_shown(fault, record), count_passed(fault, record))
-        cells = (*cells, seconds, fault.open)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        told = (is_shown(fault, record), count_passed(fault, record), seconds, fault.open)
+        lines.append(f"| {' | '.join((str(fault.number), fault.what, fault.does, *told))} |")
     lines += ["", "## The tests that show it", ""]
     for fault, record in rows:
         tests = "<br>".join(name_test(test, record) for test in fault.tests)

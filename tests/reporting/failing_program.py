@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -114,11 +115,11 @@ def an_error_of_one() -> None:
 
 
 def port_taken() -> None:
-    dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 1, is_master=True)
+    TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 1, is_master=True)
 
 
 def nobody_answers() -> None:
-    dist.TCPStore("127.0.0.1", 9, 2, is_master=False, timeout=timedelta(seconds=2))
+    TCPStore("127.0.0.1", 9, 2, is_master=False, timeout=timedelta(seconds=2))
 
 
 def frozen_beside_trained() -> None:
@@ -144,7 +145,8 @@ def ready_twice() -> None:
 
 def outside_of_its_unit_fsdp1() -> None:
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
-    FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True).module[0](torch.tensor([1]))
+    FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True)
+    model[0](torch.tensor([1]))
 
 
 def outside_of_its_unit_fsdp2() -> None:
@@ -154,9 +156,10 @@ def outside_of_its_unit_fsdp2() -> None:
 
 
 def storage_given_back() -> None:
-    model = FullyShardedDataParallel(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), device_id=CPU)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    FullyShardedDataParallel(model, device_id=CPU)
     with torch.no_grad():
-        model.module[0](torch.tensor([1]))
+        model[0](torch.tensor([1]))
 
 
 def two_devices() -> None:
@@ -258,7 +261,7 @@ def loader_of_a_lambda() -> None:
 
 
 def loader_of_a_generator() -> None:
-    list(DataLoader(Samples(held=(one for one in ())), 2, num_workers=1, multiprocessing_context="spawn"))
+    list(DataLoader(Samples(held=(number for number in range(3))), 2, num_workers=1, multiprocessing_context="spawn"))
 
 
 def too_many_files() -> None:

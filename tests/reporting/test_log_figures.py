@@ -1,6 +1,7 @@
 """What numbers add: workers and memory, pieces, and who failed again."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_what_workers_need_stands_beside_what_the_host_has(
     num_workers: int, worker_bytes: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_figures, "whole_host_bytes", lambda: 16 * GIB)
-    monkeypatch.setattr(log_figures.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
     found = tell_memory(num_workers, worker_bytes, "x")
     assert found.replace(", where this is read,", "").replace(" (a container's limit counts)", "") == told
 

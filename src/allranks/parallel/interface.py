@@ -1,7 +1,6 @@
 """Which network interface the processes of a world reach each other by."""
 
 import contextlib
-import errno
 import ipaddress
 import os
 import socket
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from allranks.failure import NO_THREADS, THREADS_REFUSED
 from allranks.process_environment import ProcessEnvironment
 from allranks.verdict import Decision
 
@@ -40,11 +40,8 @@ def advise_on_start(reason: str, name: str | None) -> str:
         reason: the backend's words.
         name: the interface of gloo.
     """
-    if os.strerror(errno.EAGAIN) in reason:  # of a thread or a process
-        return (
-            "no more threads may be started here: raise `ulimit -u`, or the limit of the container or the job "
-            "(pids.max, docker run --pids-limit)"
-        )
+    if any(text in reason for text in THREADS_REFUSED):
+        return NO_THREADS
     return f"the interface is {name or 'of its own choice'} (GLOO_SOCKET_IFNAME sets another)"
 
 
