@@ -134,3 +134,16 @@ def test_a_record_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
 def test_who_was_asked_to_stop_too_early_has_made_no_mistake() -> None:
     found = describe_error(StoppedBeforeStart("SIGTERM"), 1)
     assert (found.exit_code, found.message, found.traceback) == (76, "stopped by SIGTERM before the run started", "")
+
+
+def test_a_bus_error_names_both_of_its_causes() -> None:
+    failure = describe_signal(signal.SIGBUS, rank=1, pid=5, when=2.0)
+    assert failure.message.startswith("was killed by SIGBUS: ") and failure.exit_code == 1
+    assert "a mapped file (of the data) was cut short, or /dev/shm is full" in failure.message
+
+
+@pytest.mark.parametrize("words", ["Resource temporarily unavailable", "can't start new thread"])
+def test_a_thread_that_may_not_be_started_is_told_with_the_limit(words: str) -> None:
+    shown = describe_error(RuntimeError(words), 1).render().splitlines()
+    assert shown[-1] == f"RuntimeError: {words}" and shown[-2].startswith("allranks: no more threads may be started")
+    assert "no more threads" not in describe_error(ValueError(words), 1).render()

@@ -1,7 +1,8 @@
 """docs/reference/faults.md from tools/faults.toml: what allranks does about each fault, and the test that shows it."""
 
+import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from tests.full_record import Results, kept_results
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
+CASES = "bench/results/full_cases.json"
+"""How many cases each of the table's tests has; `python -m tools.full_results` counts them."""
 NOT_RUN = "not run on this source"
 SHOWN = ("yes", "in part", NOT_RUN, "no")
 TIMES = {
@@ -82,16 +85,42 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Cases:
+    """Of one test's cases, how many have a kept result.
+
+    Attributes:
+        passed: at least one.
+        all: 0: nobody has counted them, so nobody knows whether that is all.
+    """
+
+    passed: int
+    all: int
+
+    def __str__(self) -> str:
+        return f"{self.passed} of {self.all or 'an unknown number of'} cases"
+
+    @property
+    def whole(self) -> bool:
+        """Whether that is every one."""
+        return self.all > 0 and self.passed >= self.all
+
+
+@dataclass(frozen=True)
 class Record:
     """What is kept of a row's tests.
 
     Attributes:
-        passed: those of which a result is kept: of all cases, or of some.
+        kept: those of which a result is kept, of all cases or of some.
         seconds: by the name of TIMES, the longest that was told.
     """
 
-    passed: tuple[Shown, ...]
+    kept: Mapping[Shown, Cases]
     seconds: Mapping[str, float]
+
+    @property
+    def passed(self) -> list[Shown]:
+        """Those of which all cases are."""
+        return [test for test, cases in self.kept.items() if cases.whole]
 
 
 def read_faults(path: Path = TABLE) -> list[Fault]:
@@ -101,45 +130,83 @@ def read_faults(path: Path = TABLE) -> list[Fault]:
     return [replace(fault, times=tuple(fault.times)) for fault in found]
 
 
-def look_up(fault: Fault, results: Results) -> Record:
-    """What the full run that is kept tells of a fault."""
-    passed, seconds = list[Shown](), dict[str, float]()
+def named_tests() -> list[Shown]:
+    """Every test of the table once, whatever the points that a row is about."""
+    return sorted({replace(test, points=()) for fault in read_faults() for test in fault.tests}, key=str)
+
+
+def count_cases(node_ids: Iterable[str]) -> dict[str, int]:
+    """Each of the table's tests, as the page names it, with how many of these are cases of it."""
+    found = list(node_ids)
+    return {str(test): sum(map(test.is_of, found)) for test in named_tests()}
+
+
+def counted_cases() -> Mapping[str, int]:
+    """As they are kept with the source."""
+    counted: dict[str, int] = json.loads((ROOT / CASES).read_text(encoding="utf-8"))
+    return counted
+
+
+def look_up(fault: Fault, results: Results, counted: Mapping[str, int]) -> Record:
+    """What the full run that is kept tells of a fault.
+
+    Args:
+        counted: how many cases a test has, by its name on the page.
+    """
+    kept, seconds = dict[Shown, Cases](), dict[str, float]()
     for test in fault.tests:
         mine = [result["measured"] for name, result in results.items() if test.is_of(name)]
-        if test.points:  # of a trial that did not hit them nothing is known here
-            mine = [measured for measured in mine if {*test.points} & {*measured.get("seconds_at", {})}]
-        passed += [test] if mine else []
+        # Of a trial that did not hit its points nothing is known here.
+        hit = [told for told in mine if not test.points or {*test.points} & {*told.get("seconds_at", {})}]
+        if hit:
+            kept[test] = Cases(len(mine), counted.get(str(replace(test, points=())), 0))
         for time in fault.times:
-            for told in (second for measured in mine for second in test.seconds(measured, time)):
+            for told in (second for measured in hit for second in test.seconds(measured, time)):
                 seconds[time] = max(told, seconds.get(time, 0.0))
-    return Record(tuple(passed), {time: seconds[time] for time in fault.times if time in seconds})
+    return Record(kept, {time: seconds[time] for time in fault.times if time in seconds})
 
 
 def is_shown(fault: Fault, record: Record) -> str:
     """Whether tests that passed show all of it, a part, or nothing: one of SHOWN."""
     if not fault.tests:
         return SHOWN[3]
-    if not record.passed:
+    if not record.kept:
         return SHOWN[2]
     return SHOWN[1] if fault.open or len(record.passed) < len(fault.tests) else SHOWN[0]
 
 
-def render_faults(results: Results | None = None) -> str:
-    """The page without its note; `results` are those that are kept of the last full run."""
+def count_passed(fault: Fault, record: Record) -> str:
+    """The cell that says of how many of a row's tests all cases have passed."""
+    missing, partly = len(fault.tests) - len(record.kept), len(record.kept) - len(record.passed)
+    told = [f"{len(record.passed)} of {len(fault.tests)}"]
+    told += [f"of {partly} some cases"] if partly else []
+    told += [f"{missing} {NOT_RUN}"] if missing else []
+    return "; ".join(told)
+
+
+def name_test(test: Shown, record: Record) -> str:
+    """A line of the list below the table."""
+    cases = record.kept.get(test)
+    if cases is None:
+        return f"{test} ({NOT_RUN})"
+    return f"{test}" if cases.whole else f"{test} ({cases})"
+
+
+def render_faults(results: Results | None = None, counted: Mapping[str, int] | None = None) -> str:
+    """The page without its note; `results` and `counted` are those that are kept of the last full run."""
     faults = read_faults()
     results = kept_results(ROOT) if results is None else results
-    rows = [(fault, look_up(fault, results)) for fault in faults]
+    counted = counted_cases() if counted is None else counted
+    rows = [(fault, look_up(fault, results, counted)) for fault in faults]
     lines = [*_introduction(rows, results), "", "| | fault | what allranks does | shown | passed | seconds | open |"]
     lines.append("|---|---|---|---|---|---|---|")
     for fault, record in rows:
-        missing = len(fault.tests) - len(record.passed)
-        passed = f"{len(record.passed)} of {len(fault.tests)}" + (f"; {missing} {NOT_RUN}" if missing else "")
         seconds = "; ".join(f"{seconds:.1f}{TIMES[time]}" for time, seconds in record.seconds.items())
-        cells = (fault.number, fault.what, fault.does, is_shown(fault, record), passed, seconds, fault.open)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        told = (is_shown(fault, record), count_passed(fault, record), seconds, fault.open)
+        lines.append(f"| {' | '.join((str(fault.number), fault.what, fault.does, *told))} |")
     lines += ["", "## The tests that show it", ""]
     for fault, record in rows:
-        tests = "<br>".join(f"{test}{'' if test in record.passed else f' ({NOT_RUN})'}" for test in fault.tests)
+        tests = "<br>".join(name_test(test, record) for test in fault.tests)
         lines += [f"**{fault.number}**: {tests}", ""] if tests else []
     return "\n".join(lines)
 
@@ -148,15 +215,17 @@ def _introduction(rows: Sequence[tuple[Fault, Record]], results: Results) -> lis
     """What the page says above its table."""
     shown = [is_shown(fault, record) for fault, record in rows]
     whole, part, not_run, none = (shown.count(word) for word in SHOWN)
-    lacking = sum(len(record.passed) < len(fault.tests) for fault, record in rows)
+    lacking = sum(len(record.kept) < len(fault.tests) for fault, record in rows)
+    partly = sum(len(record.kept) - len(record.passed) for _, record in rows)
     commits = ", ".join(sorted({str(result["at"]) for result in results.values()}))
     kept = f", of commit {commits}" if results else ", which is empty: none is kept"
     return [
         f"Of {len(rows)} faults, tests that passed show {whole} as they stand here and {part} in part; of {not_run} "
         f"none is kept, and {none} have none. That is by the last full run as far as it is kept "
-        f"(`bench/results/full.json`: {len(results)} tests{kept}). `passed` says of how many of a row's tests a result "
-        f"is kept there, of some of their arguments or of all: {lacking} rows have tests that are `{NOT_RUN}`, and are "
-        "shown in part at most. `open` says what no test shows.",
+        f"(`bench/results/full.json`: {len(results)} tests{kept}). `passed` says of how many of a row's tests all "
+        f"cases are kept there. {lacking} rows have tests that are `{NOT_RUN}`, and {partly} tests of which some cases "
+        "are not kept: they failed, were skipped, or were not run. Both are shown in part at most. `open` says what no "
+        "test shows.",
         "",
         "`seconds` are the longest that a test of the row told there, beside other tests on two cores: where nothing "
         "else is said those that its training lost, from the last finished step before a fault to the first one after "

@@ -13,6 +13,7 @@ the cause is seen. So a record says whether it looks like a consequence, and the
 not.
 """
 
+import errno
 import json
 import os
 import re
@@ -69,6 +70,13 @@ CLAIMS = (DONE, *STOPS)
 
 # Signals that a program brings on itself; the others come from outside: the kernel for want of memory, a scheduler.
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
+
+NO_THREADS = (
+    "no more threads may be started here: raise `ulimit -u`, or the limit of the container or the job (pids.max, "
+    "docker run --pids-limit)"
+)
+# What torch and Python say then.
+THREADS_REFUSED = (os.strerror(errno.EAGAIN), "can't start new thread")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -160,6 +168,8 @@ class StoppedBeforeStart(BaseException):
 
 def describe_error(error: BaseException, rank: int, step: int | None = None) -> Failure:
     """The Failure of an exception that ended a worker; `step`: the last one that it has done, where it counts them."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in THREADS_REFUSED):
+        error.add_note(f"allranks: {NO_THREADS}")
     text, message = render_raised(error)
     failure = Failure(rank, socket.gethostname(), os.getpid(), time.time(), RAISED, message)
     if isinstance(error, AllranksError):
@@ -187,6 +197,11 @@ def describe_signal(number: int, *, rank: int, pid: int, when: float) -> Failure
     message = f"was killed by {name}"
     if name == "SIGKILL":
         message += ": by somebody's kill -9, or by the kernel for want of memory (`dmesg` tells)"
+    elif name == "SIGBUS":
+        message += (
+            ": it touched memory that is not there: a mapped file (of the data) was cut short, or /dev/shm is full; "
+            "its log has the stack of each thread"
+        )
     elif crashed:
         message += ": a crash in compiled code; its log has the stack of each thread"
     return Failure(

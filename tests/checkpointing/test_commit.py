@@ -211,6 +211,8 @@ def test_a_full_disk_is_explained_with_what_is_needed_and_free(tmp_path: Path) -
         OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "f")), tmp_path / "no" / "f", 3_000_000
     )
     assert text.startswith(f"{tmp_path / 'f'}: No space left on device (this rank needs 3.0 MB, ")
+    quota = explain(OSError(errno.EDQUOT, "Disk quota exceeded"), tmp_path)
+    assert "Disk quota exceeded (a quota is used up, `quota -s` tells which; of the disk itself " in quota
     assert explain(OSError(errno.EIO, "Input/output error"), tmp_path) == f"{tmp_path}: Input/output error"
     assert explain(CheckpointError("as it is"), tmp_path) == "as it is"
     assert explain(ValueError("x"), tmp_path) == "ValueError: x"

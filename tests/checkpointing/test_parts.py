@@ -2,10 +2,12 @@
 
 import dataclasses
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from allranks.checkpointing import parts as module
 from allranks.checkpointing.parts import stored_parts, tensor_digest
 from allranks.checkpointing.tensor_file import DTYPES
 from allranks.errors import CheckpointError
@@ -121,3 +123,10 @@ def test_tensors_that_are_not_what_their_entry_says_are_refused() -> None:
         stored_parts([(entry, good.double())])
     with pytest.raises(CheckpointError, match=r"'w': a torch\.sparse_coo tensor"):
         stored_parts([(entry, good.to_sparse())])
+
+
+def test_a_machine_of_another_byte_order_is_refused_before_it_reads_or_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stored_parts([]) == []
+    monkeypatch.setattr(module, "sys", SimpleNamespace(byteorder="big"))
+    with pytest.raises(CheckpointError, match="little-endian, this machine is not: read and write them on one"):
+        stored_parts([])

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from allranks.parallel import interface
-from allranks.parallel.interface import choose_for_nccl, choose_interface
+from allranks.parallel.interface import advise_on_start, choose_for_nccl, choose_interface
 from allranks.process_environment import ProcessEnvironment
 
 TWO_NODES = ProcessEnvironment(
@@ -119,3 +119,9 @@ def test_nccl_reads_the_files_of_user_and_host(tmp_path: Path, monkeypatch: pyte
     assert interface._nccl_files() == [tmp_path / ".nccl.conf", Path("/etc/nccl.conf")]
     monkeypatch.setenv("NCCL_CONF_FILE", "/x/nccl.conf")
     assert interface._nccl_files() == [Path("/x/nccl.conf"), Path("/etc/nccl.conf")]
+
+
+def test_threads_that_are_not_allowed_are_no_fault_of_the_interface() -> None:
+    assert "raise `ulimit -u`" in advise_on_start("Resource temporarily unavailable", "lo")
+    assert advise_on_start("x", "lo") == "the interface is lo (GLOO_SOCKET_IFNAME sets another)"
+    assert "of its own choice" in advise_on_start("x", None)

@@ -1,17 +1,20 @@
 """A user's Task file that meets a fault in its first attempt: rank 1, in a forward, a sample or a checkpoint."""
 
 import contextlib
+import mmap
 import os
 import re
 import signal
 import stat
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 import allranks
 from allranks.observing import heartbeat
@@ -25,7 +28,7 @@ def first_attempt() -> bool:
 
 
 class Numbers(Dataset[Any]):
-    """Numbers; rank 1 waits for its 60th where the fault is `data`."""
+    """Numbers; rank 1 waits for its 60th where the fault is `data`, and where it is `loader` its loader dies of it."""
 
     draws = False
 
@@ -38,8 +41,11 @@ class Numbers(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         self.loads += 1
-        if self.fault == "data" and self.loads == 60 and os.environ.get("RANK") == "1" and first_attempt():
-            time.sleep(600)
+        if self.loads == 60 and os.environ.get("RANK") == "1" and first_attempt():
+            if self.fault == "data":
+                time.sleep(600)
+            if self.fault == "loader" and get_worker_info() is not None:
+                os.kill(os.getpid(), signal.SIGKILL)
         return torch.full((2,), float(index % 7)), index % 2
 
 
@@ -125,5 +131,14 @@ def meet(fault: str) -> None:
             leave_connections_open()
         case "divergence":
             dist.broadcast(torch.ones(42), src=0)
+        case "clock":  # of everybody, as a time service sets it; then all have to start again under the other time
+            Path(os.environ["CLOCK_IS_SET"]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "mapped":
+            with tempfile.TemporaryFile() as file:
+                file.truncate(1 << 16)
+                mapped = mmap.mmap(file.fileno(), 1 << 16)
+                file.truncate(0)
+                print(mapped[5000])
         case "SIGSTOP" | "SIGKILL" | "SIGABRT":
             os.kill(os.getpid(), signal.Signals[fault])

@@ -34,7 +34,7 @@ def test_a_consequence_comes_after_its_cause(tmp_path: Path) -> None:
 
 
 def test_what_is_not_confirmed_says_so(tmp_path: Path) -> None:
-    first, second = explain_log(log(tmp_path, LINES["E17"], LINES["E9"]))
+    first, second = explain_log(log(tmp_path, LINES["E22"], LINES["E9"]))
     assert GENERAL in first.evidence and GENERAL not in second.evidence
 
 
@@ -132,6 +132,15 @@ def test_what_nccl_says_of_its_sockets_is_no_cause(tmp_path: Path) -> None:
     assert [one.kind for one in explain_log(log(tmp_path, LINES["E11b"], LINES["E13b"]))] == ["E13b"]
     assert [one.kind for one in explain_log(log(tmp_path, LINES["E11b"], LINES["E11"]))] == ["E11", "E11b"]
     assert explain_log(log(tmp_path, LINES["E11b"])) == []
+
+
+def test_nccls_start_is_told_where_nothing_comes_behind_it(tmp_path: Path) -> None:
+    """A hang right behind it prints nothing; every run that is well goes on with words of its own."""
+    more = "node-a:12:40 [0] NCCL INFO Init timings - ncclCommInitRank: rank 0 nranks 2 total 0.35"
+    (found,) = explain_log(log(tmp_path, "epoch 0", LINES["E12"], LINES["E12"], more, ""))
+    assert found.kind == "E12" and "NCCL_P2P_DISABLE=1" in found.next and GENERAL in found.evidence
+    assert found.evidence[0].startswith(f"{tmp_path / 'train.log'}:4: ")
+    assert explain_log(log(tmp_path, LINES["E12"], more, "step 1 loss 2.5")) == []
 
 
 def test_bytes_that_are_no_text_are_read(tmp_path: Path) -> None:

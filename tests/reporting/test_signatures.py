@@ -1,16 +1,25 @@
 """Every signature knows its line, and none takes another's."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from allranks.reporting.explain import GENERAL, explain_log
 from allranks.reporting.signatures import SIGNATURES
+
+PROGRAM = Path(__file__).with_name("failing_program.py")
 
 # As they were printed; what stands for paths, hosts and numbers is made up.
 LINES = {
     "E1": "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, OpType=ALLREDUCE, NumelIn=1, "
     "NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds before timing out.",
     "E2": "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: ...",
+    "E2b": "  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 400000 vs 4. "
+    "Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?",
     "E3": "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring",
     "E4": "  exitcode  : -9 (pid: 3312)",
     "E5": "  exitcode  : -7 (pid: 3312)",
@@ -22,6 +31,8 @@ LINES = {
     "E10": "The client socket has timed out after 60000ms while trying to connect to (node-a.cluster, 29500).",
     "E11": "ncclSystemError: System call (e.g. socket, malloc) or external library call failed",
     "E11b": "node-a:12:40 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>",
+    "E12": "node-a:12:40 [0] NCCL INFO ncclCommInitRankConfig comm 0x55d0 rank 0 nranks 2 cudaDev 0 nvmlDev 0 "
+    "busId 1000 commId 0xab12 - Init COMPLETE",
     "E13": "CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory 60.00 GiB is allocated by PyTorch, "
     "and 9.50 GiB is reserved by PyTorch but unallocated.",
     "E13b": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
@@ -34,6 +45,7 @@ LINES = {
     "E20": "RuntimeError: 'weight' must be 2-D",
     "E21": "RuntimeError: The tensor has a non-zero number of elements, but its data is not allocated yet.",
     "E22": "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+    "E22b": "RuntimeError: Tensor on device cpu is not on the expected device meta!",
     "E23": "AssertionError: No inf checks were recorded for this optimizer.",
     "E24": "RuntimeError: expected scalar type Half but found Float",
     "E25": "safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer",
@@ -98,3 +110,74 @@ def test_of_two_devices_the_likelier_remedy_comes_first() -> None:
     (e22,) = (one for one in SIGNATURES if one.name == "E22")
     assert e22.regex.search("Tensor on device cuda:0 is not on the expected device: found two different devices meta")
     assert 0 <= e22.next.find("device=x.device") < e22.next.find(".to(x.device)") < e22.next.find("device_map")
+
+
+REAL = {
+    "other_collectives": "E2",
+    "other_sizes": "E2b",
+    "killed": "E4",
+    "mapped_file_cut_short": "E5",
+    "aborted": "E6",
+    "segmentation_fault": "E7",
+    "an_error_of_one": "E8",
+    "port_taken": "E9",
+    "nobody_answers": "E10",
+    "frozen_beside_trained": "E16",
+    "two_types_in_a_unit": "E16",
+    "unused_parameters": "E17",
+    "ready_twice": "E18",
+    "outside_of_its_unit_fsdp1": "E20",
+    "outside_of_its_unit_fsdp2": "E20",
+    "storage_given_back": "E21",
+    "two_devices": "E22b",
+    "scaler_without_gradients": "E23",
+    "scaler_of_float16": "E23",
+    "two_types_linear": "E24",
+    "two_types_norm": "E24",
+    "two_types_convolution": "E24",
+    "torn_file": "E25",
+    "torn_safetensors": "E25",
+    "wrappers_prefix": "E26",
+    "compilers_prefix": "E26",
+    "does_not_divide": "E28",
+    "loss_is_nan": "E30",
+    "gradient_is_nan": "E30",
+    "norm_is_nan": "E30",
+    "other_steps": "E31",
+    "loader_killed": "E32",
+    "loader_too_slow": "E32",
+    "loader_of_a_lambda": "E32",
+    "loader_of_a_generator": "E32",
+    "too_many_files": "E32",
+}
+"""A function of failing_program.py -> the signature that its log has to have first but for consequences."""
+
+
+def fail_under_torchrun(function: str, log: Path) -> None:
+    """Run it under stock torchrun, and keep in `log` all that is printed."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3" if "divide" in function else "2"]
+    own = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(PROGRAM), function]
+    detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if function == "other_collectives" else {}
+    with log.open("wb") as file:
+        ended = subprocess.run(
+            torchrun + own, stdout=file, stderr=file, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"} | detail
+        )
+    assert ended.returncode != 0, log.read_text(errors="replace")
+
+
+@pytest.mark.distributed
+@pytest.mark.sample(18)
+@pytest.mark.parametrize("function", REAL)
+def test_the_log_of_a_real_run_of_torchruns_is_explained(function: str, tmp_path: Path) -> None:
+    log = tmp_path / "torchrun.log"
+    fail_under_torchrun(function, log)
+    found = explain_log(log)
+    kinds, printed = [one.kind for one in found], log.read_text(errors="replace")
+    assert REAL[function] in kinds, printed
+    assert kinds[0] == REAL[function] or REAL[function] in ("E6", "E8"), printed  # these two are always consequences
+    assert all(GENERAL not in one.evidence for one in found if one.kind == REAL[function])
+
+
+def test_what_is_said_to_be_reproduced_is_a_case_above() -> None:
+    reproduced = {one.name for one in SIGNATURES if one.known == "reproduced"}
+    assert reproduced <= set(REAL.values())

@@ -12,6 +12,7 @@ import pytest
 
 from allranks.reporting.explain import explain
 from allranks.run import Run
+from allranks.surviving.invariants import same_samples, same_state
 from allranks.surviving.monitor import LEAST_HANG_SECONDS
 from tests.commands import (
     LIMIT_SECONDS,
@@ -121,6 +122,57 @@ def test_a_crash_in_compiled_code_has_its_name_and_its_stack_in_the_log(tmp_path
     assert "rank 1 on" in ran.stderr and "was killed by SIGABRT: a crash in compiled code" in ran.stderr
     log = Run.open(tmp_path / "run").log(1).read_text()
     assert "Fatal Python error: Aborted" in log and "in meet" in log and "faulty.py" in log
+
+
+@pytest.mark.full
+def test_a_process_that_loads_data_is_killed_and_all_start_again(tmp_path: Path, record_property: Record) -> None:
+    """The kernel ends such a process first where memory runs out: it is named, and no sample is lost or fed twice."""
+    loading = (FAULTY, *QUICK, "data.workers=1", "--layout", "ddp")
+    for name, fault in (("run", "loader"), ("whole", "none")):
+        ran = allranks("train", *loading, "--run", name, f"task.fault={fault}", folder=tmp_path)
+        if fault == "loader":
+            assert "a process that loads data died" in ran.stderr, ran.stderr
+    broken, whole = Run.open(tmp_path / "run"), Run.open(tmp_path / "whole")
+    (told,) = (event for event in broken.events() if event["event"] == "verdict")
+    assert told["kind"] == "restart" and "rank 1 on " in told["what"] and "a process that loads data" in told["what"]
+    assert (broken.attempts, whole.attempts) == (2, 1) and list(steps(broken.path)) == list(range(1, 31))
+    assert same_samples(whole, broken).holds and same_state(whole, broken).holds
+    record_property("restart_seconds", restart_seconds(broken.path))
+
+
+CLOCK = """
+import os, time
+real = time.time
+time.time = lambda: real() + {seconds} * os.path.exists({flag!r})
+"""
+"""A sitecustomize.py: in every process of the command the clock is another one as soon as a file is there."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", [-3600.0, 3600.0], ids=["back", "forward"])
+def test_a_clock_that_is_set_in_a_run_is_no_hang_and_lengthens_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    flag = str(tmp_path / "set")
+    (tmp_path / "sitecustomize.py").write_text(CLOCK.format(seconds=seconds, flag=flag))
+    monkeypatch.setenv("CLOCK_IS_SET", flag)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    ran = allranks("train", FAULTY, *QUICK, *LIMITS, "task.fault=clock", folder=tmp_path)
+    run = Run.open(tmp_path / "run")
+    (told,) = (event for event in run.events() if event["event"] == "verdict")
+    assert told["kind"] == "restart" and "rank 1 on " in told["what"], ran.stderr
+    assert list(steps(run.path)) == list(range(1, 31)) and run.attempts == 2
+    first, last = (float(event["t"]) for event in (run.events()[0], run.events()[-1]))
+    assert (last - first) * seconds > 0 and abs(last - first) > 1800, "the clock was set while it ran"
+    allranks("report", "run", folder=tmp_path)
+
+
+@pytest.mark.full
+def test_a_mapped_file_that_is_cut_short_is_named_as_a_cause(tmp_path: Path) -> None:
+    ran = allranks("train", FAULTY, *QUICK, *LIMITS, "task.fault=mapped", folder=tmp_path, check=None)
+    (told,) = (event for event in Run.open(tmp_path / "run").events() if event["event"] == "verdict")
+    assert "rank 1 on " in told["what"] and "SIGBUS" in told["what"] and "was cut short" in told["what"], ran.stderr
+    assert "faulty.py" in Run.open(tmp_path / "run").log(1).read_text()
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import pytest
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.errors import CheckpointError
 from allranks.run import Run
-from allranks.training.newest import newest_of_run
+from allranks.training.newest import newest_of_run, resume_warnings
 from tests.checkpointing.worlds import counted_reads
 from tests.training.runs import damage, flip_a_byte, start
 
@@ -150,3 +150,16 @@ def test_where_all_on_the_disk_are_damaged_a_copy_saves_the_run_and_a_damaged_on
     shutil.rmtree(run / "checkpoints")
     found, skipped = find(run, memory)
     assert found is None and len(skipped) == 1, "a copy may be lost: the run begins anew, and says so"
+
+
+def test_before_it_goes_on_a_run_says_who_else_may_write_into_it(run: Path) -> None:
+    found, _ = newest_of_run(run / "checkpoints", Run.open(run).id)
+    assert resume_warnings(run / "checkpoints", found, [], 2) == []
+    assert resume_warnings(run / "checkpoints", found, ["torn"], 2) == ["passed over a newer checkpoint: torn"]
+    (run / "checkpoints").chmod(0o777)
+    open_, torn = resume_warnings(run / "checkpoints", found, ["torn"], 2)
+    assert open_.startswith(f"{run / 'checkpoints'} may be written by everybody (mode 0777): ") and "torn" in torn
+    assert resume_warnings(run / "checkpoints", None, [], 1) == []
+    assert resume_warnings(run / "checkpoints", None, [], 2) == [
+        "there is no checkpoint yet: the run starts from the beginning"
+    ]

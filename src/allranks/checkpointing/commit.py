@@ -135,14 +135,19 @@ def check_attempt(target: Path, run: str, attempt: int) -> None:
 
 
 def explain(error: Exception, path: Path, num_bytes: int = 0) -> str:
-    """An error in a line: path and the system's words, and for a full disk what is needed and what is free."""
+    """An error in a line: path and the system's words, and for a full disk what is needed, free and used up."""
     if not isinstance(error, OSError):
         return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     text = f"{error.filename or path}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         disk = os.statvfs(next(place for place in (path, *path.parents) if place.exists()))
         needs = f"this rank needs {format_bytes(num_bytes)}, " if num_bytes else ""
-        text += f" ({needs}{format_bytes(disk.f_bavail * disk.f_frsize)} are free)"
+        free = f"{format_bytes(disk.f_bavail * disk.f_frsize)} are free"
+        if error.errno == errno.EDQUOT:
+            free = f"a quota is used up, `quota -s` tells which; of the disk itself {free}"
+        elif disk.f_files and not disk.f_favail:
+            free = f"no more files fit there, `df -i` tells; {free}"
+        text += f" ({needs}{free})"
     return text
 
 

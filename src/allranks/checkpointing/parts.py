@@ -25,7 +25,7 @@ def stored_parts(parts: Parts) -> list[tuple[Entry, torch.Tensor]]:
         CheckpointError: a tensor is not what its Entry says, or of a dtype that has no place in a file.
     """
     if sys.byteorder != "little":
-        raise CheckpointError("checkpoints are little-endian, this machine is not")
+        raise CheckpointError("checkpoints are little-endian, this machine is not: read and write them on one that is")
     stored = [(entry, tensor) for entry, tensor in parts if entry.persistent and entry.alias_of is None]
     for entry, tensor in stored:
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -25,6 +25,7 @@ from allranks.reporting.plain import as_json
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving import forkserver
+from allranks.surviving.open_files import provide_open_files
 from allranks.surviving.unended import hinders_the_end
 from allranks.verdict import Decision
 
@@ -42,6 +43,8 @@ def train(request: TrainRequest) -> int:
     Raises:
         AllranksError: what was asked cannot be done; nothing was started.
     """
+    if not request.show:
+        provide_open_files()
     environment = read_environment(os.environ)
     if request.show_sharding and environment.launcher != "none":
         raise ConfigError(

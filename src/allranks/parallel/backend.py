@@ -16,7 +16,7 @@ from allranks.layout import Layout
 from allranks.parallel.allocator import keep_memory, prove_growth
 from allranks.parallel.ended_groups import destroy_groups
 from allranks.parallel.host_messages import carry_messages
-from allranks.parallel.interface import NCCL_VARIABLE, choose_for_nccl, choose_interface
+from allranks.parallel.interface import NCCL_VARIABLE, advise_on_start, choose_for_nccl, choose_interface
 from allranks.parallel.own_gpus import share_gpus, uuids_of
 from allranks.parallel.reachable import check_reachable
 from allranks.parallel.share import Share, share_of
@@ -234,7 +234,7 @@ def _start_backend(
     except (dist.DistError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         where = f"{environment.master_addr}:{environment.master_port}"
-        advice = f"the interface is {choice.interface or 'of its own choice'} (GLOO_SOCKET_IFNAME sets another)"
+        advice = advise_on_start(reason, choice.interface)
         raise ProcessError(
             f"rank {environment.rank} found the store at {where}, but {name} did not start: {reason}; {advice}"
         ) from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from allranks.failure import NO_THREADS, THREADS_REFUSED
 from allranks.process_environment import ProcessEnvironment
 from allranks.verdict import Decision
 
@@ -30,6 +31,18 @@ def choose_interface(environment: ProcessEnvironment) -> tuple[str | None, Decis
     if name is None:
         return None, Decision("interface left to the backend", f"no local interface leads to {master}")
     return name, Decision(f"interface {name}", f"it leads to {master}, where rank 0 is")
+
+
+def advise_on_start(reason: str, name: str | None) -> str:
+    """What to look at where a backend did not start: threads that the system does not allow, or else the interface.
+
+    Args:
+        reason: the backend's words.
+        name: the interface of gloo.
+    """
+    if any(text in reason for text in THREADS_REFUSED):
+        return NO_THREADS
+    return f"the interface is {name or 'of its own choice'} (GLOO_SOCKET_IFNAME sets another)"
 
 
 def choose_for_nccl(environment: ProcessEnvironment, name: str | None) -> tuple[str | None, Decision | None]:

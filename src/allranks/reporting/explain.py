@@ -10,10 +10,12 @@ from typing import BinaryIO, TextIO, final
 from allranks.errors import ConfigError
 from allranks.failure import STOPS, Failure, first_failure, read_failures
 from allranks.own_loops import start_again
-from allranks.reporting.history import find_attempts
+from allranks.reporting.history import find_attempts, peak_memory
 from allranks.reporting.last_attempt import Part, find_logs, find_parts
+from allranks.reporting.log_figures import LogFigures, describe_pieces, tell_memory
 from allranks.reporting.report import Report, report
-from allranks.reporting.signatures import E1, SIGNATURES, Signature
+from allranks.reporting.signature import Signature
+from allranks.reporting.signatures import E1, SIGNATURES
 from allranks.reporting.timeouts import Job, Timeouts, compare
 from allranks.run import Run
 from allranks.units import format_moment
@@ -24,6 +26,7 @@ MAX_LINES = 2000
 READ_BYTES = 1 << 20
 LONGEST_EXCERPT = 200
 NOT_VERDICTS = ("restart", "goes_on", "join", "leave", "spare")  # what the supervisor did, rather than what was wrong
+NCCLS_WORDS = "NCCL INFO"
 GENERAL = "from general knowledge: cause and remedy were not reproduced here"
 
 
@@ -33,7 +36,7 @@ class Sighting:
     """A signature in a log: where it was seen first, and how often.
 
     Attributes:
-        place: the number of the line, from 1.
+        place: the number of the line, from 1; of a signature that is to be the last word, of its newest.
         words: what the pattern's groups caught there.
     """
 
@@ -70,13 +73,41 @@ def explain_run(run: Run) -> list[Verdict]:
     parts = find_parts(run)
     known = {verdict.kind for verdict in found}
     timeouts, of_any_attempt = Timeouts(), Timeouts()
+    figures = _figures_of(run)
     sightings = []
     for log in find_logs(run, parts):
-        sightings += _read(log.path, timeouts if log.apart else of_any_attempt, log.begin)
+        sightings += _read(log.path, timeouts if log.apart else of_any_attempt, figures, log.begin)
     together = compare(timeouts.newest(), _job(run, parts, failures))
-    seen = [_describe(one, together) for one in sightings if one.signature.name not in known]
+    # A rank's log may well end in NCCL's words while it trains: the supervisor has seen whether it hung.
+    sightings = [one for one in sightings if one.signature.name not in known and not one.signature.last]
+    seen = [_describe(one, together, figures) for one in sightings]
     found += list({one.kind: one for one in reversed(seen)}.values())[::-1]
+    if failure is not None:
+        found[0] = _with_figures(found[0], figures, run, failure)
     return found or _of_state(report(run))
+
+
+def _figures_of(run: Run) -> LogFigures:
+    """What the supervisor wrote of each restart: who failed in the starts before the newest."""
+    figures = LogFigures()
+    for event in run.events():
+        if event["event"] == "verdict" and event.get("kind") == "restart":
+            figures.read(str(event.get("what")))
+            figures.next_start()
+    return figures
+
+
+def _with_figures(found: Verdict, figures: LogFigures, run: Run, failure: Failure) -> Verdict:
+    """The first failing rank's verdict: what workers needed of their host, where that may be why; who failed again."""
+    if found.kind == "E4":
+        attempts = find_attempts(run.events())
+        journals = {rank: run.events(rank) for rank in run.ranks()}
+        on_host = [rank for rank, events in journals.items() if any(e.get("host") == failure.host for e in events)]
+        on_cpu = bool(attempts) and attempts[-1].device == "cpu"  # elsewhere the peaks are the device's memory
+        peak = max(peak_memory(journals).values(), default=0) if on_cpu else 0
+        return replace(found, evidence=(*found.evidence, tell_memory(len(on_host), peak, "the most, by the journals")))
+    figures.read(failure.brief())
+    return replace(found, evidence=(*found.evidence, *figures.tell(found.kind)))
 
 
 def _job(run: Run, parts: Mapping[int, Part], failures: Iterable[Failure]) -> Job | None:
@@ -132,6 +163,10 @@ def _of_failure(failure: Failure, run: Run) -> Verdict:
     signature = next((one for one in SIGNATURES if any(map(one.regex.search, lines))), None)
     move = signature.next if signature is not None else f"look at its log: {run.log(failure.rank)}"
     evidence = tuple(failure.traceback.rstrip().splitlines()) if failure.traceback else (failure.message,)
+    if signature is not None and signature.name == "E13":
+        match = next(filter(None, map(signature.regex.search, lines)))
+        if (pieces := describe_pieces(match[1], match[2])) is not None:
+            evidence, move = (*evidence, pieces[0]), pieces[1]
     return Verdict("crash" if signature is None else signature.name, failure.brief(), evidence, move)
 
 
@@ -141,20 +176,20 @@ def explain_log(path: Path) -> list[Verdict]:
     Raises:
         ConfigError: it cannot be read.
     """
-    timeouts = Timeouts()
-    sightings = _read(path, timeouts)
+    timeouts, figures = Timeouts(), LogFigures()
+    sightings = _read(path, timeouts, figures)
     together = compare(timeouts.newest())
-    return [_describe(one, together) for one in sightings]
+    return [_describe(one, together, figures) for one in sightings]
 
 
-def _read(path: Path, timeouts: Timeouts, begin: int = 0) -> list[Sighting]:
+def _read(path: Path, timeouts: Timeouts, figures: LogFigures, begin: int = 0) -> list[Sighting]:
     """The signatures in a log that say something, in the order in which they are told; from its byte `begin` on."""
     try:
         with path.open("rb") as file, io.TextIOWrapper(file, encoding="utf-8", errors="replace") as text:
             if os.fstat(file.fileno()).st_size < begin:  # somebody has emptied it since
                 begin = 0
             first = 1 + _count_line_ends(file, begin)
-            sightings = find_signatures(path, timeouts.passing(_lines(text)), first)
+            sightings = find_signatures(path, figures.passing(timeouts.passing(_lines(text))), first)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror or error}; give a run's directory or a log"
@@ -188,20 +223,23 @@ def find_signatures(path: Path, lines: Iterable[str], first: int) -> list[Sighti
     Raises OSError as the reading of the lines does.
     """
     found: dict[str, Sighting] = {}
+    last_word = 0
     for place, line in enumerate(lines, first):
         text = line[:MAX_LINE]
+        if text.strip() and NCCLS_WORDS not in text:
+            last_word = place
         for signature in SIGNATURES:
             match = signature.regex.search(text)
             if match is not None:
                 words = tuple(group or "" for group in match.groups())
                 new = Sighting(signature, path, place, text.strip()[:LONGEST_EXCERPT], 0, words)
                 before = found.get(signature.name, new)
-                found[signature.name] = replace(before, count=before.count + 1)
+                found[signature.name] = replace(new if signature.last else before, count=before.count + 1)
                 break
-    return list(found.values())
+    return [one for one in found.values() if not one.signature.last or one.place > last_word]
 
 
-def _describe(one: Sighting, together: tuple[str, str] | None) -> Verdict:
+def _describe(one: Sighting, together: tuple[str, str] | None, figures: LogFigures) -> Verdict:
     """The verdict; of NCCL's timeouts what the ranks' say `together`, where they do."""
     signature = one.signature
     words = ("", *one.words)
@@ -210,7 +248,10 @@ def _describe(one: Sighting, together: tuple[str, str] | None) -> Verdict:
         evidence.append(f"{one.count} times in this log")
     if signature.known == "general":
         evidence.append(GENERAL)
+    evidence += figures.tell(signature.name)
     what, move = signature.what.format(*words), signature.next.format(*words)
+    if signature.name == "E13":
+        what, move = describe_pieces(words[1], words[2]) or (what, move)
     if signature is E1 and together is not None:
         what, move = together
     return Verdict(signature.name, what, tuple(evidence), move)

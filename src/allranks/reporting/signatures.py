@@ -1,53 +1,22 @@
 """What distributed training prints when it dies or hangs, what usually caused it, and what to do: one table.
 
-Collected from public threads of the projects whose messages these are. `known` says how well: "threads" where several
-reports agree on cause and remedy; "general" where the wording or the remedy is general knowledge and was not reproduced
-here: the answer says so.
+Collected from public threads of the projects whose messages these are, and from programs that a test has fail.
 """
 
 import re
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal, final
 
-Known = Literal["threads", "general"]
-
-
-@final
-@dataclass(frozen=True)
-class Signature:
-    """One kind of failure.
-
-    Attributes:
-        name: E1 ... E33, P1; stays the same over versions. E12, a hang right after NCCL's start, prints nothing.
-        pattern: a regular expression for one line.
-        what: the failure, in words; `{1}` is the pattern's first group.
-        next: what to look at, and what to change.
-        known: see above.
-        consequence: whether another failure usually came before it, on this rank or on another.
-        beside: it says something only beside one of these.
-    """
-
-    name: str
-    pattern: str
-    what: str
-    next: str
-    known: Known = "threads"
-    consequence: bool = False
-    beside: tuple[str, ...] = ()
-    flags: int = field(default=0, repr=False)
-
-    @cached_property
-    def regex(self) -> re.Pattern[str]:
-        """The pattern, compiled."""
-        return re.compile(self.pattern, self.flags)
-
+from allranks.reporting.signature import Signature
 
 E1 = Signature(
     "E1",
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+)",
     "NCCL waited in vain in {2} (number {1}, {3} values)",
     "compare number, operation and size of all ranks' logs",
+)
+MOVE_THERE = (
+    "take the device of a tensor that a forward makes from another one (device=x.device), and move there what was "
+    "left behind (.to(x.device), register_buffer); a model that device_map='auto' has spread: give it to allranks on "
+    "one device"
 )
 SIGNATURES: tuple[Signature, ...] = (
     E1,
@@ -57,6 +26,15 @@ SIGNATURES: tuple[Signature, ...] = (
         "the ranks made different collectives, or the same one with other shapes",
         "compare the two call sites that the message names; look for calls that depend on the rank, and for batches of "
         "unequal size",
+    ),
+    Signature(
+        "E2b",
+        r"Received data size doesn't match expected size",
+        "over gloo two ranks sent each other messages of unequal size: other collectives, or the same one with other "
+        "shapes",
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL names both calls; look for calls that depend on the rank, and for batches of "
+        "unequal size",
+        known="reproduced",
     ),
     Signature(
         "E3",
@@ -90,7 +68,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"exitcode\s*:\s*-11\b|was killed by SIGSEGV|Segmentation fault",
         "compiled code crashed (SIGSEGV)",
         "the stacks in that rank's log name the library; see that all libraries were built for this torch and CUDA",
-        known="general",
+        known="reproduced",
     ),
     Signature(
         "E8",
@@ -129,11 +107,21 @@ SIGNATURES: tuple[Signature, ...] = (
         beside=("E1", "E11"),  # a run that is well says so, too, under NCCL_DEBUG=INFO
     ),
     Signature(
+        "E12",
+        r"NCCL INFO ncclCommInit\w* .*Init COMPLETE",
+        "NCCL has started, and nothing comes behind it in this log",
+        "where the job hangs there, with GPUs at 100 % and nothing sent, it is mostly transfers between GPUs past the "
+        "processor: NCCL_P2P_DISABLE=1 tells; if that helps, turn ACS and the IOMMU off in the BIOS "
+        "(`nvidia-smi topo -p2p r`)",
+        known="general",
+        last=True,
+    ),
+    Signature(
         "E13",
-        r"CUDA out of memory.* (\S+ [KMG]iB) is reserved by PyTorch but unallocated",
-        "the GPU's memory is full, and {1} of it is held by torch in pieces",
-        "if that is more than a tenth, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; else lower "
-        "train.micro_batch, recompute activations (layout.recompute) or shard more",
+        r"CUDA out of memory.* (\S+ (?:[KMG]iB|bytes)) is allocated by PyTorch.* "
+        r"(\S+ (?:[KMG]iB|bytes)) is reserved by PyTorch but unallocated",
+        "the GPU's memory is full: torch has {1} in use, and {2} beside it in pieces",
+        "lower train.micro_batch, recompute activations (layout.recompute) or shard more",
     ),
     Signature(
         "E13b",
@@ -161,7 +149,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E16",
-        r"Must flatten tensors with uniform (requires_grad|dtype)",
+        r"Must flatten tensors with uniform `?(requires_grad|dtype)",
         "FSDP1 cannot put parameters of unequal {1} into one flat one",
         "use FSDP2 (--layout fsdp does), or FSDP1's use_orig_params=True",
     ),
@@ -171,14 +159,14 @@ SIGNATURES: tuple[Signature, ...] = (
         "some parameters got no gradient in the step before, on some ranks at least",
         "TORCH_DISTRIBUTED_DEBUG=INFO names them; name such modules in hints().optional (or say "
         "world.parallelize(model, find_unused=True)), or let every forward use them",
-        known="general",
+        known="reproduced",
     ),
     Signature(
         "E18",
         r"marked as ready twice",
         "DDP saw one parameter's gradient twice in a backward",
         "use non-reentrant checkpointing; look for modules that are shared, or forwarded twice before one backward",
-        known="general",
+        known="reproduced",
     ),
     Signature(
         "E19",
@@ -188,13 +176,13 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E20",
-        r"'weight' must be 2-D|size mismatch.*\[0\]",
+        r"'weight' must be 2-D|size mismatch.*\[0\]|got mixed torch\.Tensor and DTensor",
         "a sharded parameter was used outside of its unit, while it was not gathered",
         "call the unit's forward, not a submodule's; keep tied weights in one unit",
     ),
     Signature(
         "E21",
-        r"data is not allocated yet|mutable_data",
+        r"data is not allocated yet|mutable_data|out of bounds for storage of size 0",
         "a method other than forward ran on a sharded model, past the hooks that gather its parameters",
         "go through forward, or gather the parameters first (FSDP2: unshard())",
     ),
@@ -202,10 +190,15 @@ SIGNATURES: tuple[Signature, ...] = (
         "E22",
         r"found (?:at least two|two different) devices|device_map=['\"]auto['\"]",
         "tensors of two devices met in one operation",
-        "take the device of a tensor that a forward makes from another one (device=x.device), and move there what was "
-        "left behind (.to(x.device), register_buffer); a model that device_map='auto' has spread: give it to allranks "
-        "on one device",
+        MOVE_THERE,
         known="general",
+    ),
+    Signature(
+        "E22b",
+        r"is not on the expected device",
+        "tensors of two devices met in one operation",
+        MOVE_THERE,
+        known="reproduced",
     ),
     Signature(
         "E23",
@@ -215,13 +208,16 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E24",
-        r"expected scalar type \w+ but found \w+|Expected query, key, and value to have the same dtype",
+        r"expected scalar type \w+ but found \w+|Expected query, key, and value to have the same dtype"
+        r"|must have the same dtype, but got|mixed dtype \(C\w+\): expect"
+        r"|Input type \((?:c10::)?(?:Half|BFloat16|float|double)\) and (?:bias|weight) type",
         "operands have unequal types, often a buffer that mixed precision has not cast",
         "cast that buffer in forward, or keep it float32 on both sides",
     ),
     Signature(
         "E25",
-        r"unexpected EOF|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|central directory|might be corrupted",
+        r"unexpected EOF|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|central directory|might be corrupted"
+        r"|SafetensorError: Error while deserializing|EOFError: Ran out of input",
         "a file of a checkpoint is cut short or damaged",
         "go back to the newest whole one; `allranks checkpoint verify RUN` finds it",
     ),
@@ -230,7 +226,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"(?:Missing|Unexpected) key.*(module\.|_orig_mod\.|_fsdp_wrapped_module)",
         "the names in the checkpoint carry a wrapper's prefix ({1})",
         "strip the prefix from the names, or load into the model wrapped as it was saved",
-        known="general",
+        known="reproduced",
     ),
     Signature(
         "E27",
@@ -240,10 +236,10 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E28",
-        r"world size .* not divisible|not divisible by .*world.?size",
+        r"world.?size .*(?:not|must be) divisible|not divisible by .*world.?size",
         "something does not divide by the number of processes",
         "pad it (a vocabulary) or change the number of processes; `allranks plan` shows the arithmetic",
-        known="general",
+        known="reproduced",
     ),
     Signature(
         "E29",
@@ -255,10 +251,10 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E30",
-        r"(?:\bloss\b\W{1,4}(?:nan|inf)\b|found NaN|non-finite)",
+        r"(?:loss(?:/\w+)?\W{1,4}(?:is )?(?:tensor\()?(?:nan|inf)\b|found NaN|non-finite|returned nan values in its)",
         "the loss or a gradient is no number any more",
         "find the first step and rank in the journal; the same data again tells data and numerics from hardware",
-        known="general",
+        known="reproduced",
         flags=re.IGNORECASE,
     ),
     Signature(
@@ -269,10 +265,10 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E32",
-        r"[Cc]annot pickle|[Tt]oo many open files|DataLoader (?:worker|timed out)",
+        r"[Cc]an(?:not|'t) pickle|Can't get local object|[Tt]oo many open files|DataLoader (?:worker|timed out)",
         "loading of data failed in a process of its own",
         "set data.workers=0 to see the dataset's own error; raise `ulimit -n`; what a dataset holds must be picklable",
-        known="general",
+        known="reproduced",
     ),
     Signature(
         "E33",

@@ -10,6 +10,7 @@ from torch import nn
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.reading import held
 from allranks.checkpointing.restore import read_model_values
+from allranks.checkpointing.writers import tell_writers
 from allranks.config import Config
 from allranks.errors import CheckpointError, ConfigError, TaskError
 from allranks.own_loops import refuse_own_loop
@@ -40,6 +41,8 @@ def load(path: str | Path, task: Task | str | None = None, *, ema: bool = False)
         checkpoint, skipped = newest_of_run(run.checkpoints, run.id)
         if checkpoint is None:
             raise CheckpointError(f"{run.checkpoints} holds no checkpoint yet: nothing to load")
+        for line in tell_writers((run.path, run.checkpoints)):
+            warnings.warn(line, stacklevel=2)
         for reason in skipped:
             warnings.warn(f"{checkpoint.path.name} is loaded, not the newest: {reason}", stacklevel=2)
         if task is None:

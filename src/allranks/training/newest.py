@@ -1,10 +1,11 @@
 """Which checkpoint of a run counts: the newest good one, never silently an older one, and never silently none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from allranks.checkpointing.checkpoint import Checkpoint, newest_good, verify_files
 from allranks.checkpointing.reading import COMMITTED_FILE
+from allranks.checkpointing.writers import tell_writers
 from allranks.errors import CheckpointError
 
 NAMED = 3
@@ -42,6 +43,21 @@ def newest_of_run(
             "or start a new run"
         )
     return checkpoint, [bad[path] for path in newer]
+
+
+def resume_warnings(directory: Path, found: Checkpoint | None, skipped: Sequence[str], attempts: int) -> list[str]:
+    """What is said before a run goes on, a line each.
+
+    Args:
+        directory: RUN/checkpoints.
+        found: what it goes on from. skipped: why each newer one is none.
+        attempts: of the run, this one counted.
+    """
+    lines = tell_writers((directory.parent, directory)) if found is not None else []
+    lines += [f"passed over a newer checkpoint: {reason}" for reason in skipped]
+    if found is None and attempts > 1:
+        lines.append("there is no checkpoint yet: the run starts from the beginning")
+    return lines
 
 
 def _look(directory: Path, run: str, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, dict[Path, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.mirror import Mirror
+from allranks.data.worker_process import worker_death
 from allranks.errors import ConfigError, GuardError, ProcessError
 from allranks.failure import is_out_of_memory
 from allranks.launching.environment import read_environment
@@ -31,6 +32,7 @@ from allranks.training.load import task_of_run
 from allranks.training.logs import log_of_rank
 from allranks.training.memory_copies import MemoryCopies, forsake, lies_in, tell_tier
 from allranks.training.mirroring import Mirroring
+from allranks.training.newest import resume_warnings
 from allranks.training.peer_copies import hosts_of
 from allranks.training.prepare import Prepared, prepare, resolve_layout
 from allranks.training.rollbacks import add_range, told_at_start
@@ -162,8 +164,11 @@ class _Training:
             contents = Contents.of_session(session, config.schedule, found.fingerprint)
             ending = self._loop(session, contents, self._resume(contents, checkpoint, skipped), checkpoint)
         except BaseException as error:
-            note_error(error)
-            self._tell_end("failed", error)
+            death = worker_death(error)  # of a process that loads: torch's signal handler raises it wherever this is
+            note_error(death or error)
+            self._tell_end("failed", death or error)
+            if death is not None:
+                raise death from error
             raise
         self._tell_end("done" if ending.reason == "done" else "stopped", None)
         return ending
@@ -231,11 +236,9 @@ class _Training:
     def _resume(self, contents: Contents, checkpoint: Checkpoint | None, skipped: list[str]) -> int:
         """Take the checkpoint's state, if there is one; the step at which it stands, or 0."""
         if self._screen is not None:
-            for reason in skipped:
-                self._screen.warn(f"passed over a newer checkpoint: {reason}")
+            for line in resume_warnings(self._run.checkpoints, checkpoint, skipped, self._run.attempts):
+                self._screen.warn(line)
         if checkpoint is None:
-            if self._screen is not None and self._run.attempts > 1:
-                self._screen.warn("there is no checkpoint yet: the run starts from the beginning")
             return 0
         self._resumed_otherwise = contents.load(checkpoint)
         manifest = checkpoint.manifest

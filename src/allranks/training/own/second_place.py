@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.mirror import Mirror
 from allranks.training.mirroring import Mirroring
+from allranks.training.newest import resume_warnings
 from allranks.training.own.ground import Ground
 from allranks.training.own.run import Logbook
 from allranks.training.snapshot import find_checkpoint
@@ -34,7 +35,4 @@ def find_where_to_go_on(ground: Ground, logbook: Logbook) -> tuple[Checkpoint | 
             mirroring = Mirroring(mirror, saves.keep, saves.keep_every, lambda line: logbook.say(f"warning: {line}"))
             if found is not None:
                 mirroring.bring(found)  # who saved it may have died before it was there
-    warnings = [f"passed over a newer checkpoint: {reason}" for reason in skipped]
-    if found is None and run.attempts > 1:
-        warnings.append("there is no checkpoint yet: the run starts from the beginning")
-    return found, warnings, mirroring
+    return found, resume_warnings(run.checkpoints, found, skipped, run.attempts), mirroring
