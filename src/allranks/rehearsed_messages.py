@@ -5,6 +5,8 @@ from typing import Final, final
 
 COPIES_OF_EXPERTS: Final = "copies of experts"
 """The axis of what ranks that hold the same experts sum: with ep, of more data-parallel ranks than it has."""
+ANY_RANK: Final = -1
+"""Where a receive takes what comes first, from whichever rank."""
 
 
 @final
@@ -46,6 +48,8 @@ class Message:
         across: the ranks of its group, where these run several stages of a pipeline; () of one stage's, and of a send
             or receive.
         waits: whether the rank goes on only when the others have come.
+        peer: of the user's own send or receive, the rank at the other end, or ANY_RANK; None: it is none of these.
+        tag: of such a one; 0 where the backend has no tags (NCCL).
         after: FLOPs of its stretch of the step that come before it; unit: whose parameters it gathers ahead of use, ""
             of all else. Neither has to be alike on all ranks.
     """
@@ -63,6 +67,8 @@ class Message:
     only: tuple[int, ...] = ()
     across: tuple[int, ...] = ()
     waits: bool = False
+    peer: int | None = None
+    tag: int = 0
     after: float = field(default=0.0, compare=False)
     unit: str = field(default="", compare=False)
 

@@ -148,7 +148,8 @@ def _go_on(way: Sequence[tuple[Message, int]], place: int, called: Counter[Group
 
 def _place_of(told: RankRehearsal, op: str) -> int | None:
     """Where the rank first sends to, or receives from, another stage."""
-    ops = (place for place, message in enumerate(told.sequence) if (message.axis, message.op) == ("pp", op))
+    of_stages = ("pp", op, None)
+    ops = (i for i, one in enumerate(told.sequence) if (one.axis, one.op, one.peer) == of_stages)
     return next(ops, None)
 
 

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
+
+from allranks.rehearsed_messages import ANY_RANK
 
 _ROOTS = {"broadcast_": 2, "reduce_": 3, "gather_": 3, "scatter_": 3}
 """Where its root stands, a rank of the group."""
@@ -18,6 +21,15 @@ _EVEN = {
     **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_", "gather_"), 1),
 }
 """The argument whose bytes are the same on every rank."""
+
+
+EXCHANGES = ("send", "recv_", "recv_any_source_")
+"""What one rank does with one other."""
+
+
+def peer_of(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> int:
+    """The rank at the other end of a send or receive."""
+    return ANY_RANK if name == "recv_any_source_" else dist.get_global_rank(group, args[2])
 
 
 def terms_of(name: str, args: Sequence[Any]) -> str:
