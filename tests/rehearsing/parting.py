@@ -94,6 +94,20 @@ def on_odd_ranks(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def on_second_rank(value: torch.Tensor) -> torch.Tensor:
+    """Rank 1 alone sums."""
+    if dist.get_rank() == 1:
+        dist.all_reduce(value.detach().clone())
+    return value
+
+
+def on_second_pair(value: torch.Tensor) -> torch.Tensor:
+    """The second pair of neighbours sums, and neither the first nor the last one."""
+    if dist.get_rank() // 2 == 1:
+        dist.all_reduce(value.detach().clone())
+    return value
+
+
 def over_first_and_last(value: torch.Tensor) -> torch.Tensor:
     """Sums over a group of the user's own, of which one rank runs the first stage."""
     group = dist.new_group([0, dist.get_world_size() - 1])

@@ -30,6 +30,8 @@ from tests.rehearsing.parting import (
     in_loss,
     in_pairs,
     on_odd_ranks,
+    on_second_pair,
+    on_second_rank,
     over_all,
     over_first_and_last,
     wait_for_all,
@@ -81,6 +83,14 @@ def test_an_all_reduce_of_ranks_that_bring_unequal_sizes_is_found() -> None:
     first, last = (rehearsed(calling(unequal), "ddp", 4, rank=rank) for rank in (0, 3))
     (found,) = compare_ranks({0: first, 3: last})
     assert re.search(r"all-reduce over dp_replicate \(.* unequal\), rank 3 all-reduce over dp_replicate", found.what)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("way", "layout", "rank"), [(on_second_rank, "ddp", 1), (on_second_pair, "tp=2,dp_shard=3", 2)])
+def test_a_rank_that_is_neither_the_first_nor_the_last_is_found(way: Callable[..., Any], layout: str, rank: int) -> None:
+    task = calling(way) if layout == "ddp" else in_loss(way, **SMALL)
+    (found,) = findings_of(task, layout, 6, "train.global_batch=6")
+    assert found.kind == "hang" and re.match(rf"ranks 0 and {rank} part at collective", found.what), found.what
 
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "seq": 16}
