@@ -86,8 +86,12 @@ def test_an_all_reduce_of_ranks_that_bring_unequal_sizes_is_found() -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("way", "layout", "rank"), [(on_second_rank, "ddp", 1), (on_second_pair, "tp=2,dp_shard=3", 2)])
-def test_a_rank_that_is_neither_the_first_nor_the_last_is_found(way: Callable[..., Any], layout: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "layout", "rank"), [(on_second_rank, "ddp", 1), (on_second_pair, "tp=2,dp_shard=3", 2)]
+)
+def test_a_rank_that_is_neither_the_first_nor_the_last_is_found(
+    way: Callable[..., Any], layout: str, rank: int
+) -> None:
     task = calling(way) if layout == "ddp" else in_loss(way, **SMALL)
     (found,) = findings_of(task, layout, 6, "train.global_batch=6")
     assert found.kind == "hang" and re.match(rf"ranks 0 and {rank} part at collective", found.what), found.what

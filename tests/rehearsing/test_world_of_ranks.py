@@ -16,7 +16,9 @@ def test_kinds() -> None:
     assert choose_ranks("kinds", Layout(pp=2)) == (0, 1)
 
 
-@pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=3, cp=2, tp=4), Layout(pp=2, dp_shard=2, cp=2, tp=2)])
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_replicate=2, dp_shard=3, cp=2, tp=4), Layout(pp=2, dp_shard=2, cp=2, tp=2)]
+)
 def test_a_neighbour_differs_along_one_axis(layout: Layout) -> None:
     axes = [axis for axis in MESH_AXES if axis != "pp" and getattr(layout, axis) > 1]
     shape = [getattr(layout, axis) for axis in axes]

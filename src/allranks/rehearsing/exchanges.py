@@ -170,9 +170,7 @@ def _is_compared(ranks: Ranks, route: Route) -> bool:
     if len(ends) < 2 or (_cut_apart(*ends)):
         return False
     of_any = (route.members, ANY_RANK, route.tag)
-    return not any(
-        (message.members, message.peer, message.tag) == of_any for message in ranks[route.receiver].sequence
-    )
+    return not any((message.members, message.peer, message.tag) == of_any for message in ranks[route.receiver].sequence)
 
 
 def _cut_apart(one: RankRehearsal, other: RankRehearsal) -> bool:
@@ -236,7 +234,7 @@ def _tell(ranks: Ranks, op: str, line: str, ends: Sequence[tuple[int, Message]])
     if away:
         both = sorted({*told, *away})
         return f"{said} (--ranks {','.join(map(str, both)) if len(both) <= MOST_NAMED else 'all'})"
-    cut = any(_cut_apart(ranks[rank], ranks[peer]) for rank, message in ends if (peer := message.peer) in ranks)
+    cut = any(_cut_apart(ranks[one], ranks[peer]) for one in told for peer in peers)
     return f"{said} (--full-trace)" if cut else f"{said}, which receives from any rank, too"
 
 
