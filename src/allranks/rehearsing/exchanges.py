@@ -55,6 +55,8 @@ def compare_exchanges(ranks: Ranks) -> list[Finding]:
 
 def find_circle(ranks: Ranks) -> Finding | None:
     """Ranks that wait for each other, played through; for ranks whose sequences and messages fit together."""
+    if all(message.peer is None for told in ranks.values() for message in told.sequence):
+        return None
     ways = {rank: list(_list_calls(ranks, told)) for rank, told in ranks.items()}
     places, called = dict.fromkeys(ranks, 0), {rank: Counter[object]() for rank in ranks}
     before: dict[int, int] = {}

@@ -110,8 +110,9 @@ class Watch(TorchDispatchMode):
             return self._untouched.get(_key(args[0])) is self._ledger.find(args[0])
         if name.startswith("c10d::") and boxed is not None:
             group = dist.ProcessGroup.unbox(boxed)
-            waits = waits_of(func, args) or waits_for_peer()
-            self._tell(Call(name.removeprefix("c10d::"), group, args), waits=waits)
+            short = name.removeprefix("c10d::")
+            waits = waits_for_peer() if short in EXCHANGES else waits_of(func, args)
+            self._tell(Call(short, group, args), waits=waits)
         self._kernels.check(name, func, args, kwargs)
         found = run_kernel(func, tuple(args), kwargs)
         for call in stands_for(name, args, found) if name.startswith(NAMESPACE) else ():
