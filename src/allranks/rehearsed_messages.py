@@ -5,6 +5,8 @@ from typing import Final, final
 
 COPIES_OF_EXPERTS: Final = "copies of experts"
 """The axis of what ranks that hold the same experts sum: with ep, of more data-parallel ranks than it has."""
+ANY_RANK: Final = -1
+"""Where a receive takes what comes first, from whichever rank."""
 
 
 @final
@@ -45,8 +47,10 @@ class Message:
             layout's; of a send or receive that is not between stages or parts of a sequence, the rank itself.
         across: the ranks of its group, where these run several stages of a pipeline; () of one stage's, and of a send
             or receive.
-        peer: the rank at the other end of a send or receive; None of all else, and where nobody has named it.
         waits: whether the rank goes on only when the others have come.
+        peer: of a send or receive, the rank at the other end, or ANY_RANK; None of all else.
+        tag: of a send or receive; 0 where the backend has no tags (NCCL).
+        own: whether it is a send or receive of the user's own.
         after: FLOPs of its stretch of the step that come before it; unit: whose parameters it gathers ahead of use, ""
             of all else. Neither has to be alike on all ranks.
     """
@@ -65,6 +69,8 @@ class Message:
     across: tuple[int, ...] = ()
     waits: bool = False
     peer: int | None = None
+    tag: int = 0
+    own: bool = False
     after: float = field(default=0.0, compare=False)
     unit: str = field(default="", compare=False)
 

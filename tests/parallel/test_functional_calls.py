@@ -55,6 +55,8 @@ PAIRS: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
         lambda: functional("all_to_all_single", NUMBERS, [1, 3], [2, 2]),
         lambda: dist.all_to_all_single(NUMBERS.clone(), NUMBERS, [1, 3], [2, 2]),
     ),
+    (lambda: functional("isend", NUMBERS, 1, 3), lambda: dist.send(NUMBERS, 1, tag=3)),
+    (lambda: functional("irecv", NUMBERS, 1, 3), lambda: dist.recv(NUMBERS, 1, tag=3)),
 ]
 
 
@@ -82,5 +84,24 @@ def test_several_tensors_are_one_call() -> None:
     assert note_all(together) == [("all-reduce", 32, 2, "float32", 32)]
 
 
+def test_sends_and_receives_at_once_are_as_many_calls_with_their_peers_and_tags() -> None:
+    seen: list[tuple[str, int, int, int]] = []
+
+    def together() -> None:
+        pair, world = dist.new_group([1, 2]), dist.distributed_c10d._get_default_group()
+        for group in (world, pair):
+            given = ["isend", "irecv"], [2, 2], [3, 4], [NUMBERS, NUMBERS.clone()], group.group_name
+            torch.ops._c10d_functional.batch_p2p_ops(*given)
+            dist.send(NUMBERS, 2, group=group, tag=5)
+
+    def note(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> None:
+        seen.append((name, group.size(), args[2], args[3]))
+
+    with fake_world(1, 3, "gloo"), Collectives(note):
+        together()
+    of_world = [("send", 3, 2, 3), ("recv_", 3, 2, 4), ("send", 3, 2, 5)]
+    assert seen == [*of_world, *((name, 2, 1, tag) for name, _, _, tag in of_world)], "in a pair it is member 1"
+
+
 def test_a_wait_is_no_collective() -> None:
-    assert stands_for("_c10d_functional::wait_tensor", (NUMBERS,), NUMBERS) is None
+    assert stands_for("_c10d_functional::wait_tensor", (NUMBERS,), NUMBERS) == []

@@ -94,6 +94,20 @@ def on_odd_ranks(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def on_second_rank(value: torch.Tensor) -> torch.Tensor:
+    """Rank 1 alone sums."""
+    if dist.get_rank() == 1:
+        dist.all_reduce(value.detach().clone())
+    return value
+
+
+def on_second_pair(value: torch.Tensor) -> torch.Tensor:
+    """The second pair of neighbours sums, and neither the first nor the last one."""
+    if dist.get_rank() // 2 == 1:
+        dist.all_reduce(value.detach().clone())
+    return value
+
+
 def over_first_and_last(value: torch.Tensor) -> torch.Tensor:
     """Sums over a group of the user's own, of which one rank runs the first stage."""
     group = dist.new_group([0, dist.get_world_size() - 1])
@@ -156,4 +170,115 @@ def apart(value: torch.Tensor) -> torch.Tensor:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if dist.get_rank() == 3:
         dist.all_reduce(value.detach().clone(), group=pairs[1])
+    return value
+
+
+def peer(offset: int) -> int:
+    """The rank that comes so many behind this one, in a ring."""
+    return (dist.get_rank() + offset) % dist.get_world_size()
+
+
+def around(value: torch.Tensor) -> torch.Tensor:
+    """Sends to the next rank and receives from the one before, at once."""
+    ops = [
+        dist.P2POp(dist.isend, value.detach().clone(), peer(1)),
+        dist.P2POp(dist.irecv, torch.empty_like(value), peer(-1)),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return value
+
+
+def functionally(value: torch.Tensor) -> torch.Tensor:
+    """The same by functional calls, and a send that rank 1 alone receives."""
+    calls = torch.ops._c10d_functional
+    name = dist.distributed_c10d._get_default_group().group_name
+    sent, taken = value.detach().clone(), torch.empty_like(value)
+    for one in calls.batch_p2p_ops(["isend", "irecv"], [peer(1), peer(-1)], [0, 0], [sent, taken], name):
+        calls.wait_tensor(one)
+    if dist.get_rank() == 0:
+        calls.wait_tensor(calls.isend(value.detach().clone(), 1, 0, name))
+    if dist.get_rank() == 1:
+        calls.wait_tensor(calls.irecv(torch.empty_like(value), 0, 0, name))
+    return value
+
+
+def to_nobody(value: torch.Tensor) -> torch.Tensor:
+    """Rank 0 sends, and rank 1 does not receive."""
+    if dist.get_rank() == 0:
+        dist.send(value.detach().clone(), 1, tag=3)
+    return value
+
+
+def from_nobody(value: torch.Tensor) -> torch.Tensor:
+    """Rank 1 receives what rank 0 sends functionally with another tag."""
+    name = dist.distributed_c10d._get_default_group().group_name
+    if dist.get_rank() == 0:
+        torch.ops._c10d_functional.batch_p2p_ops(["isend"], [1], [2], [value.detach().clone()], name)
+    else:
+        dist.recv(torch.empty_like(value), 0)
+    return value
+
+
+def too_small(value: torch.Tensor) -> torch.Tensor:
+    """Rank 1 receives one row of four."""
+    if dist.get_rank() == 0:
+        dist.send(value.detach().clone(), 1)
+    else:
+        dist.recv(torch.empty_like(value)[:1], 0)
+    return value
+
+
+def other_type(value: torch.Tensor) -> torch.Tensor:
+    """Rank 1 receives whole numbers."""
+    if dist.get_rank() == 0:
+        dist.isend(value.detach().clone(), 1).wait()  # type: ignore[union-attr]
+    else:
+        dist.recv(torch.empty_like(value, dtype=torch.int32), 0)
+    return value
+
+
+def send_first(value: torch.Tensor) -> torch.Tensor:
+    """Both send before they receive."""
+    dist.send(value.detach().clone(), peer(1))
+    dist.recv(torch.empty_like(value), peer(-1))
+    return value
+
+
+def sum_first(value: torch.Tensor) -> torch.Tensor:
+    """Rank 0 sums with all before it sends, rank 1 receives before it sums."""
+    if dist.get_rank() == 0:
+        dist.all_reduce(value.detach().clone())
+        dist.send(value.detach().clone(), 1)
+        return value
+    dist.recv(torch.empty_like(value), 0)
+    dist.all_reduce(value.detach().clone())
+    return value
+
+
+def two_on(value: torch.Tensor) -> torch.Tensor:
+    """Rank 0 sends to rank 2, which receives one of the two messages."""
+    if dist.get_rank() == 0:
+        dist.send(value.detach().clone(), 2)
+        dist.send(value.detach().clone(), 2)
+    if dist.get_rank() == 2:
+        dist.recv(torch.empty_like(value), 0)
+    return value
+
+
+def from_any(value: torch.Tensor) -> torch.Tensor:
+    """Rank 0 takes from whoever sends."""
+    if dist.get_rank() == 0:
+        dist.irecv(torch.empty_like(value)).wait()  # type: ignore[union-attr]
+    else:
+        dist.send(value.detach().clone(), 0)
+    return value
+
+
+def reads_what_comes(value: torch.Tensor) -> torch.Tensor:
+    """Objects from rank 0 to rank 2, whose size is read."""
+    if dist.get_rank() == 0:
+        dist.send_object_list(["a"], 2)
+    if dist.get_rank() == 2:
+        dist.recv_object_list([None], 0)
     return value

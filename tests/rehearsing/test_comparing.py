@@ -30,6 +30,8 @@ from tests.rehearsing.parting import (
     in_loss,
     in_pairs,
     on_odd_ranks,
+    on_second_pair,
+    on_second_rank,
     over_all,
     over_first_and_last,
     wait_for_all,
@@ -109,14 +111,26 @@ def test_what_one_rank_sends_the_other_one_has_to_receive() -> None:
     assert found.what.endswith("2 messages leave, and 1 are expected")
 
 
-def test_own_sends_are_compared_within_a_stage_alone() -> None:
-    sent, received = ("send", 1, 8, "all"), ("receive", 0, 4, "all")
+def test_what_parts_of_a_sequence_send_is_compared_within_a_stage_alone() -> None:
+    sent, received = ("send", 1, 8, "cp"), ("receive", 0, 4, "cp")
     (found,) = compare_ranks({0: sending(0, 0, sent), 1: sending(1, 0, received)})
-    assert found.fails and "message 1 leaves as send over all" in found.what
+    assert found.fails and "message 1 leaves as send over cp" in found.what
     assert compare_ranks({0: sending(0, 0, sent), 1: sending(1, 1, received)}) == []
-    other = replace(sending(1, 0, ("receive", 0, 8, "all")).sequence[0], terms="int64")
+    other = replace(sending(1, 0, ("receive", 0, 8, "cp")).sequence[0], terms="int64")
     (found,) = compare_ranks({0: sending(0, 0, sent), 1: replace(sending(1, 0), sequence=(other,))})
     assert "float32" in found.what and "int64" in found.what
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("way", "layout", "rank"), [(on_second_rank, "ddp", 1), (on_second_pair, "tp=2,dp_shard=3", 2)]
+)
+def test_a_rank_that_is_neither_the_first_nor_the_last_is_found(
+    way: Callable[..., Any], layout: str, rank: int
+) -> None:
+    task = calling(way) if layout == "ddp" else in_loss(way, **SMALL)
+    (found,) = findings_of(task, layout, 6, "train.global_batch=6")
+    assert found.kind == "hang" and re.match(rf"ranks 0 and {rank} part at collective", found.what), found.what
 
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "seq": 16}

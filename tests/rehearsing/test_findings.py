@@ -325,7 +325,7 @@ def test_parameters_that_the_loss_does_not_reach_are_found() -> None:
 
 def test_ranks_that_are_asked_for() -> None:
     _, layout = configured(Tokens(layers=8), "pp=4,dp_shard=2", 8, "train.global_batch=16")
-    assert choose_ranks("kinds", layout) == (0, 1, 4, 5, 6, 7)
+    assert choose_ranks("kinds", layout) == (0, 1, 4, 5, 6, 7), "with two ranks a stage the last one is the neighbour"
     assert choose_ranks("7, 0", layout) == (7, 0)
     assert choose_ranks("all", layout) == tuple(range(8))
     for wrong, message in (("8", "8 processes, whose ranks are 0 to 7"), ("one", "'one' is no rank")):

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from allranks.layout import Layout
 from allranks.parallel.mesh import build_mesh
-from allranks.rehearsing.groups import GroupNames, list_members
+from allranks.rehearsing.groups import GroupNames, is_member, list_members
 from allranks.rehearsing.world import fake_world
 
 
@@ -90,3 +90,6 @@ def test_members_are_short() -> None:
         text: list(ranks) for text, ranks in written.items()
     }
     assert list_members([9, 0, 5]) == "0,5,9"
+    for text, ranks in written.items():
+        assert [rank for rank in range(64) if is_member(rank, text)] == [*ranks]
+    assert not is_member(0, "")

@@ -205,13 +205,13 @@ def test_what_is_wrong_with_few_zeros_alone_is_no_finding() -> None:
 
 def test_a_kernel_is_asked_once_for_a_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    real = module._find_refusal
+    real = module.find_refusal
 
     def note(*given: Any) -> str | None:
         asked.append(given)
         return real(*given)
 
-    monkeypatch.setattr(module, "_find_refusal", note)
+    monkeypatch.setattr(module, "find_refusal", note)
     kernels = Kernels(on_cuda=False)
     for rows in (7, 9):
         for _ in range(2):

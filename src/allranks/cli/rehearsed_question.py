@@ -57,13 +57,15 @@ def question_of(asked: Asked) -> "Question":
     from allranks.rehearsing.named import Named
     from allranks.rehearsing.refusals import refuse
     from allranks.rehearsing.whole import Question
-    from allranks.rehearsing.world_of_ranks import choose_ranks
+    from allranks.rehearsing.world_of_ranks import KINDS, choose_ranks
 
     refuse(layout, prepared.config.train.precision, cluster.device)
     task = prepared.task
     name = task.shape().name if isinstance(task, Named) else prepared.name
-    ranks = choose_ranks(asked.ranks, layout, of_a_user=not isinstance(task, Named))
-    return Question(name, task, prepared.config, cluster, layout, ranks, asked.full)
+    of_a_user = not isinstance(task, Named)
+    ranks = choose_ranks(asked.ranks, layout, of_a_user=of_a_user)
+    follow = of_a_user and asked.ranks == KINDS
+    return Question(name, task, prepared.config, cluster, layout, ranks, asked.full, follow)
 
 
 def task_of(

@@ -13,6 +13,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
 NAMESPACE = "_c10d_functional::"
+IN_PLACE = {"isend": "send", "irecv": "recv_"}
 
 
 class Call(NamedTuple):
@@ -23,8 +24,8 @@ class Call(NamedTuple):
     args: Sequence[Any]
 
 
-def stands_for(name: str, args: Sequence[Any], result: Any) -> Call | None:
-    """The call in place that a functional one stands for.
+def stands_for(name: str, args: Sequence[Any], result: Any) -> Sequence[Call]:
+    """The calls in place that a functional one stands for.
 
     Args:
         name: of its schema, "_c10d_functional::all_reduce".
@@ -32,7 +33,7 @@ def stands_for(name: str, args: Sequence[Any], result: Any) -> Call | None:
         result: what it returned.
 
     Returns:
-        None: it is none, but a wait for one, or several sends and receives at once.
+        One; as many as are made at once, of sends and receives; none: it is none, but a wait for one.
     """
     kind = name.removeprefix(NAMESPACE).removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
     given = args[0]
@@ -47,13 +48,20 @@ def stands_for(name: str, args: Sequence[Any], result: Any) -> Call | None:
             call = ("_reduce_scatter_base_", (result, given))
         case "all_to_all_single":
             call = ("alltoall_base_", (result, given, None, *_uneven(*args[1:3])))
-        case "isend":
-            call = ("send", ([given],))
-        case "irecv":
-            call = ("recv_", ([given],))
+        case "isend" | "irecv":
+            return [_exchange(kind, given, args[1], args[2], args[-1])]
+        case "batch_p2p_ops":
+            each = zip(given, args[3], args[1], args[2], strict=True)
+            return [_exchange(op, tensor, peer, tag, args[-1]) for op, tensor, peer, tag in each]
         case _:
-            return None
-    return Call(call[0], _group(args[-1]), call[1])
+            return []
+    return [Call(call[0], _group(args[-1]), call[1])]
+
+
+def _exchange(op: str, tensor: Any, peer: int, tag: int, told: Any) -> Call:
+    """A send or receive: in place it has its peer's rank within the group, a functional one that in the world."""
+    group = _group(told)
+    return Call(IN_PLACE[op], group, ([tensor], None, dist.get_group_rank(group, peer), tag))
 
 
 def _uneven(*splits: Sequence[int]) -> Sequence[Sequence[int]]:

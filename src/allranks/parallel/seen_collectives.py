@@ -21,6 +21,7 @@ _NAMES = {
     "alltoall_": "all-to-all",
     "send": "send",
     "recv_": "receive",
+    "recv_any_source_": "receive",
 }
 
 
@@ -48,8 +49,7 @@ class Collectives(TorchDispatchMode):
             return args[0].device  # of tensors without memory this comes as often as all else together
         if func.namespace == "_c10d_functional":
             found = func(*args, **(kwargs or {}))
-            call = stands_for(func._schema.name, args, found)
-            if call is not None:
+            for call in stands_for(func._schema.name, args, found):
                 self._tell(*call)
             return found
         if func.namespace == "c10d":

@@ -72,14 +72,14 @@ def _compare_stages(stages: Sequence[Sequence[RankRehearsal]], *, parted: bool) 
 def _compare_sent(ranks: Mapping[int, RankRehearsal]) -> list[Finding]:
     """What one rank sends to another one against what that receives: as many, each of one size and type, in order.
 
-    Ranks that were traced with other micro-steps cannot be compared; nor can stages in what their own blocks send, of
+    The user's own are compared in `exchanges`. Ranks that were traced with other micro-steps cannot be compared; nor can stages in what their own blocks send, of
     which each may have left out some.
     """
     ways: defaultdict[tuple[int, int], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
     for told in ranks.values():
         for message in told.sequence:
             peer = message.peer
-            if peer is not None and peer in ranks and peer != told.rank:
+            if peer is not None and not message.own and peer in ranks and peer != told.rank:
                 ends = (told.rank, peer) if message.op == "send" else (peer, told.rank)
                 ways[ends][message.op != "send"].append(message)
     found = []
@@ -185,7 +185,8 @@ def _go_on(way: Sequence[tuple[Message, int]], place: int, called: Counter[Group
 
 def _place_of(told: RankRehearsal, op: str) -> int | None:
     """Where the rank first sends to, or receives from, another stage."""
-    ops = (place for place, message in enumerate(told.sequence) if (message.axis, message.op) == ("pp", op))
+    of_stages = ("pp", op, False)
+    ops = (i for i, one in enumerate(told.sequence) if (one.axis, one.op, one.own) == of_stages)
     return next(ops, None)
 
 

@@ -1,5 +1,6 @@
 """Which axis of a layout a process group goes along: known by the group itself, else by its ranks."""
 
+import functools
 from collections.abc import Sequence
 from typing import final
 
@@ -96,3 +97,14 @@ def list_members(ranks: Sequence[int]) -> str:
         found.append(f"{rest[0]}" + (f"-{last}" if number > 1 else "") + (f"/{step}" if number > 1 < step else ""))
         rest = rest[number:]
     return ",".join(found)
+
+
+@functools.cache
+def is_member(rank: int, members: str) -> bool:
+    """Whether a rank is among those that `list_members` has written."""
+    for part in filter(None, members.split(",")):
+        ends, _, step = part.partition("/")
+        first, _, last = ends.partition("-")
+        if rank in range(int(first), int(last or first) + 1, int(step or 1)):
+            return True
+    return False

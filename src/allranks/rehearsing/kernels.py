@@ -1,18 +1,24 @@
 """Whether the kernel of a real device takes the types that a step gives an operator.
 
-torch's kernels for shapes promote types where those of devices refuse them. For products a rule says so. For a list of
-other operators (those of torch's own samples of operators that parted so, torch 2.13) the processor's kernel is called,
-on a few zeros. What it refuses is a fault only where it takes the same zeros in one type: whatever else is wrong with
-so small a call says nothing of the step.
+torch's kernels for shapes promote types where those of devices refuse them. For products a rule says so. For other
+operators the processor's kernel is called, on a few zeros: for those of a list that `tools/kernel_types.py` makes of
+torch's own samples, and for a GPU those of them of which its kernels are known to refuse as much. What is refused is a
+fault only where the kernel takes the same zeros in one type: whatever else is wrong with so small a call says nothing
+of the step.
 """
 
+import functools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+Refused = Mapping[str, Sequence[str]]
+"""Names of operators by list."""
 Types = Mapping[torch.dtype, torch.dtype]
 """Which types are given as which other ones."""
 
@@ -32,17 +38,13 @@ _MIXED: Final = _BATCH_NORMS.union(
 What CUDA's autocast brings to one type (a norm, a matrix times a vector) it has brought there before: a rehearsal for
 GPUs runs its lists (profiling/on_cuda.py). What comes here in several types had them without it.
 """
-_MIXED_ON_PROCESSORS: Final = {
-    *("linalg_cross", "grid_sampler_2d", "grid_sampler_3d", "index_put"),
-    "_softmax_backward_data",
-}
-"""CUDA's autocast brings forms of the first ones to one type (AT_FORALL_PROMOTE, autocast_mode.h); of the last one's
-CUDA kernel the refusals are not known."""
-_ALONE: Final = {
-    *("_softmax", "_log_softmax", "relu"),
-    *("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_eigh", "_linalg_solve_ex", "_linalg_svd"),
-}
-"""Operators of processors that lack kernels for single types."""
+REFUSED: Final = Path(__file__).parent / "data" / "refused_types.json"
+"""Of processors: "mixed", operators whose kernel refuses types of which those for shapes make one, and "alone", those
+that lack a kernel for a type; of the torch that the file names. Others may differ: each kernel is asked where it runs.
+
+Not all of them are asked for a GPU: CUDA's autocast brings forms of some (`linalg_cross`, `grid_sampler_2d`,
+`index_put`) to one type (AT_FORALL_PROMOTE, autocast_mode.h), and of most its kernels' refusals are not known.
+"""
 _SMALL_INTEGERS: Final = (torch.int8, torch.int16, torch.int32, torch.uint8)
 _LONGEST = 3
 """Elements along a dim: vectors of a cross product and places in a volume have three."""
@@ -54,10 +56,14 @@ class Kernels:
 
     Args:
         on_cuda: whether the processor's tensors stand for a GPU's: only what its kernels refuse too is a fault.
+        refused: names by list, as in the file REFUSED; None: its own.
     """
 
-    def __init__(self, *, on_cuda: bool) -> None:
+    def __init__(self, *, on_cuda: bool, refused: Refused | None = None) -> None:
         self._on_cuda = on_cuda
+        lists: Refused = {} if on_cuda else read_refused() if refused is None else refused
+        self._alone = frozenset(lists.get("alone", ()))
+        self._mixed = _MIXED.union(lists.get("mixed", ()))
         self._known: dict[Any, str | None] = {}
 
     def check(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -66,23 +72,28 @@ class Kernels:
             return
         short = name.removeprefix("aten::")
         _check_product(short, args)
-        if not self._is_asked(short):
+        plain = short.removesuffix("_")
+        if plain not in self._alone and not {short, plain} & self._mixed:
             return
         # A processor's batch norm refuses statistics of another type; of a GPU's that is not known.
         seen = args[:3] if self._on_cuda and short in _BATCH_NORMS else (args, kwargs)
-        if (len({tensor.dtype for tensor in _tensors(seen)}) > 1) is (short.removesuffix("_") in _ALONE):
+        kinds = {tensor.dtype for tensor in _tensors(seen)}
+        if not ({short, plain} & self._mixed if len(kinds) > 1 else plain in self._alone):
             return
         given = _tensors((args, kwargs))
         key = func, *((tensor.dtype, _few(tensor.shape)) for tensor in given)
         if key not in self._known:
-            self._known[key] = _find_refusal(func, args, kwargs, list(dict.fromkeys(one.dtype for one in given)))
+            self._known[key] = find_refusal(func, args, kwargs, list(dict.fromkeys(one.dtype for one in given)))
         refusal = self._known[key]
         if refusal is not None:
             raise RuntimeError(f"{short} {refusal}")
 
-    def _is_asked(self, short: str) -> bool:
-        listed = {short, short.removesuffix("_")}
-        return bool(listed & _MIXED or (not self._on_cuda and listed & (_MIXED_ON_PROCESSORS | _ALONE)))
+
+@functools.cache
+def read_refused() -> Refused:
+    """The file REFUSED."""
+    lists: Refused = json.loads(REFUSED.read_text())
+    return lists
 
 
 def _check_product(short: str, args: Sequence[Any]) -> None:
@@ -92,7 +103,7 @@ def _check_product(short: str, args: Sequence[Any]) -> None:
         raise RuntimeError(f"{short} expects operands of one dtype, and gets {_say(kinds)}")
 
 
-def _find_refusal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kinds: list[torch.dtype]) -> str | None:
+def find_refusal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kinds: list[torch.dtype]) -> str | None:
     """What the processor's kernel says of these types, and which ones it takes; None where it may be of use."""
     # Autocast has done its part before.
     with unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False):

@@ -23,6 +23,7 @@ WHO_SKIP = ("/stepping/optimizer.py", "/stepping/ema.py")
 PUT_BACK = ("buffers_kept", "put_back")
 """Of stepping, what gives buffers their values again: after a pass that does not count, or a step that is left out."""
 REHEARSING = f"{PACKAGE}/rehearsing/"
+C10D = f"{TORCH}/distributed/distributed_c10d.py"
 RECORD = f"{PACKAGE}/parallel/step_record.py", f"{PACKAGE}/parallel/seen_collectives.py"
 """Look on, as the rehearsal does, and ask for nothing."""
 LOSS = "loss"
@@ -124,7 +125,22 @@ def _frames() -> Iterator[FrameType]:
 def _users_line() -> str:
     """The user's line that led here, where it is one."""
     line = line_that_asked()
-    return "" if line.startswith("allranks/") and not line.startswith("allranks/models/") else line
+    return line if is_users(line) else ""
+
+
+def is_users(line: str) -> bool:
+    """Whether a line that asked is the user's own, or one of a model; none at all is not."""
+    return bool(line) and (line.startswith("allranks/models/") or not line.startswith("allranks/"))
+
+
+def waits_for_peer() -> bool:
+    """Whether a send or receive is dispatched for `dist.send` or `dist.recv`, which return when both ends have come."""
+    for frame in _frames():
+        if not frame.f_code.co_filename.startswith((TORCH, "<", *RECORD, REHEARSING)):
+            return False
+        if frame.f_code.co_name in ("send", "recv") and frame.f_code.co_filename == C10D:
+            return True
+    return False
 
 
 def line_that_asked() -> str:

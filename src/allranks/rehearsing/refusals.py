@@ -17,6 +17,8 @@ _LACKS_CUDA = re.compile(
     re.IGNORECASE,
 )
 """What torch says, built without CUDA or where no GPU is, to code that names one."""
+_OF_ANY_RANK = "sourceRank() may only be called"
+"""What it says where `dist.recv` without a source returns the rank that it took from."""
 _NAMES_SHARDS = re.compile("DTensor|sharding strategy|sharding propagation", re.IGNORECASE)
 """What it says to code that does with a shard what only a plain tensor can."""
 
@@ -67,6 +69,11 @@ def _unrehearsable(name: str, error: Exception, what: str, *, on_cuda: bool) -> 
         return Unrehearsable(
             f"{name} cannot be rehearsed: {what}; here the GPU's tensors are a processor's: take the device from one "
             "of them (device=x.device) instead of its name"
+        )
+    if _OF_ANY_RANK in str(error):
+        return Unrehearsable(
+            f"{name} cannot be rehearsed: {what}; from which rank a receive takes is known only where it runs: name "
+            "the rank (src=...)"
         )
     if needs_values(error):
         advice = advise_values(error)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from allranks.rehearsed_messages import ANY_RANK
+
 _ROOTS = {"broadcast_": 2, "reduce_": 3, "gather_": 3, "scatter_": 3}
 """Where its root stands, a rank of the group."""
 _EVEN = {
@@ -21,6 +23,15 @@ _EVEN = {
 """The argument whose bytes are the same on every rank."""
 
 
+EXCHANGES = ("send", "recv_", "recv_any_source_")
+"""What one rank does with one other."""
+
+
+def peer_of(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> int:
+    """The rank at the other end of a send or receive."""
+    return ANY_RANK if name == "recv_any_source_" else dist.get_global_rank(group, args[2])
+
+
 def terms_of(name: str, args: Sequence[Any]) -> str:
     """`float32`, `int64 from member 0 of its group`; "" of a barrier."""
     kinds = {leaf.dtype for leaf in pytree.tree_leaves(args[:2]) if isinstance(leaf, torch.Tensor)}
@@ -28,11 +39,6 @@ def terms_of(name: str, args: Sequence[Any]) -> str:
     place = _ROOTS.get(name)
     root = "" if place is None else f"{'from' if name in ('broadcast_', 'scatter_') else 'to'} member {args[place]}"
     return f"{said} {root} of its group" if root else said
-
-
-def peer_of(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> int | None:
-    """The rank to which a send goes, or from which a receive comes; None of all else."""
-    return dist.get_process_group_ranks(group)[args[2]] if name in ("send", "recv_") else None
 
 
 def even_bytes(name: str, args: Sequence[Any]) -> int | None:

@@ -26,8 +26,18 @@ from allranks.rehearsed_messages import Message
 from allranks.rehearsing.groups import GroupNames
 from allranks.rehearsing.kernels import Kernels
 from allranks.rehearsing.ledger import Ledger
-from allranks.rehearsing.places import LOSS, UPDATE, Places, answer_to_engine, line_that_asked, puts_back, starred
-from allranks.rehearsing.terms import even_bytes, peer_of, terms_of, waits_of
+from allranks.rehearsing.places import (
+    LOSS,
+    UPDATE,
+    Places,
+    answer_to_engine,
+    is_users,
+    line_that_asked,
+    puts_back,
+    starred,
+    waits_for_peer,
+)
+from allranks.rehearsing.terms import EXCHANGES, even_bytes, peer_of, terms_of, waits_of
 
 REDUCER = "DDP's reducer (torch.distributed.ddp.reducer)"
 """What asks for buckets where training runs, by the name that it has in a profile; here its twin does."""
@@ -54,6 +64,7 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
         self._ledger = ledger
+        self._on_cuda = on_cuda
         self._kernels = Kernels(on_cuda=on_cuda)
         self._names = GroupNames(spread.mesh)
         self._ignored = {group.group_name for group in ignored if group is not None}
@@ -99,11 +110,13 @@ class Watch(TorchDispatchMode):
             return self._untouched.get(_key(args[0])) is self._ledger.find(args[0])
         if name.startswith("c10d::") and boxed is not None:
             group = dist.ProcessGroup.unbox(boxed)
-            self._tell(Call(name.removeprefix("c10d::"), group, args), waits=waits_of(func, args))
+            short = name.removeprefix("c10d::")
+            waits = waits_for_peer() if short in EXCHANGES else waits_of(func, args)
+            self._tell(Call(short, group, args), waits=waits)
         self._kernels.check(name, func, args, kwargs)
         found = run_kernel(func, tuple(args), kwargs)
-        if name.startswith(NAMESPACE) and (call := stands_for(name, args, found)) is not None:
-            self._tell(call, waits=True)  # whoever looks at what it returns does
+        for call in stands_for(name, args, found) if name.startswith(NAMESPACE) else ():
+            self._tell(call, waits=call.name not in EXCHANGES)  # whoever looks at what it returns does
         self._note(name, func, args, kwargs, found)
         return found
 
@@ -143,17 +156,20 @@ class Watch(TorchDispatchMode):
         num_bytes = sent_bytes(args) if short == "send" else moved
         line = line_that_asked()
         once, uneven = "parallel/replica_twin.py" in line, "parallel/gather.py" in line
+        own = short in EXCHANGES and is_users(line)
         line = REDUCER if once else line
         module = self.places.running
         if torch._C._current_graph_task_id() != -1:
-            asked = "" if once else self.places.called_by(module)  # a bucket is no single module's
+            asked = "" if once or own else self.places.called_by(module)  # a bucket is no single module's
             line = ", ".join(filter(None, (f"backward of {starred(module) or 'the model'}", asked or line)))
         axis, members = self._names.axis(group), self._names.members(group)
         # The user's: one rank's with another one.
-        alone = short in ("send", "recv_") and (axis not in ("pp", "cp") or bool(self._names.only(group)))
+        alone = own or (short in EXCHANGES and (axis not in ("pp", "cp") or bool(self._names.only(group))))
         only = (dist.get_rank(),) if alone else self._names.only(group)
-        across = () if short in ("send", "recv_") else self._names.across(group)
-        alike = terms_of(short, args), even_bytes(short, args), only, across, waits, peer_of(short, group, args)
+        across = () if short in EXCHANGES else self._names.across(group)
+        peer = peer_of(short, group, args) if short in EXCHANGES else None
+        tag = int(args[-1]) if own and not self._on_cuda else 0
+        alike = terms_of(short, args), even_bytes(short, args), only, across, waits, peer, tag, own
         where = now.flops, self._ledger.gathering
         message = Message(
             axis, collective_name(short), num_bytes, group.size(), line, once, members, uneven, *alike, *where

@@ -1,6 +1,6 @@
 """A whole dry run: the ranks that were asked for, what they have in common, and whether they fit."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -9,11 +9,13 @@ from allranks.config import Config
 from allranks.layout import Layout
 from allranks.planning.host_traffic import host_capacity_bytes, vendors_host
 from allranks.planning.room import shared_with_host, usable_bytes
-from allranks.rehearsal import RankRehearsal, Rehearsal
+from allranks.rehearsal import Finding, RankRehearsal, Rehearsal
 from allranks.rehearsing.comparing import compare_ranks
 from allranks.rehearsing.crossings import Crossings
 from allranks.rehearsing.dryrun import World, rehearse_rank
+from allranks.rehearsing.exchanges import compare_exchanges, find_circle, list_unmatched, next_peer
 from allranks.rehearsing.hurried import counting_once
+from allranks.rehearsing.refusals import Unrehearsable
 from allranks.task import Task
 
 CONTEXT_BYTES = 2.0e9
@@ -23,6 +25,8 @@ SLACK = 0.12
 REPEATED_SLACK, RESTING_SLACK = 0.2, 0.09
 """The same where blocks are computed again or wait on the host, and of what stays: their tensors leave gaps between
 those that stay. Fitted to torch.cuda.max_memory_reserved on an H200 (docs/explanation/measured.md)."""
+MOST_PEERS = 4
+"""Ranks that are rehearsed beyond those that were chosen, for the other ends of messages."""
 COMING_AND_GOING = ("activations", "logits", "gathered", "communication")
 UNREHEARSED = (
     "kernels of CUDA: operators were checked as a processor's",
@@ -46,6 +50,7 @@ class Question:
     Attributes:
         model: its name, for people.
         full: whether every block is traced.
+        follow: whether a few more ranks are rehearsed, to which these send, or from which they receive.
     """
 
     model: str
@@ -55,6 +60,7 @@ class Question:
     layout: Layout
     ranks: tuple[int, ...]
     full: bool = False
+    follow: bool = False
 
 
 def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None) -> Rehearsal:
@@ -69,11 +75,16 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
     ranks: dict[int, RankRehearsal] = {}
     crossings = Crossings(layout)
     with counting_once():
-        for rank in question.ranks:
+
+        def rehearse_one(rank: int) -> None:
             tell(f"rank {rank} of {layout.world_size}")
             ranks[rank] = rehearse_rank(
                 question.task, question.config, world, rank, full=question.full, crossings=crossings
             )
+
+        for rank in question.ranks:
+            rehearse_one(rank)
+        silent = _follow(ranks, rehearse_one) if question.follow else ()
     there = host_capacity_bytes(cluster)
     return Rehearsal(
         model=question.model,
@@ -83,13 +94,15 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         ranks=ranks,
         capacity_bytes=usable_bytes(cluster.device),
         margin_bytes=margin_bytes(ranks.values(), layout) if on_cuda else process_bytes(cluster.device),
-        findings=(*crossings.findings, *compare_ranks(ranks)),
+        findings=(*crossings.findings, *_compare(ranks)),
         decisions=tuple(_describe(question, ranks)),
         unrehearsed=(
             *UNREHEARSED[0 if on_cuda else 3 :],
             *((OF_COPIES,) if on_cuda and layout.tp > 1 else ()),
             *((WITH_A_HOST,) if layout.offload != "none" else ()),
-            *_left_out(question),
+            *list_unmatched(ranks),
+            *silent,
+            *_left_out(ranks, layout),
         ),
         host_capacity_bytes=None if there is None else there / world.per_node,
         host_bandwidth=cluster.host_bandwidth,
@@ -116,11 +129,32 @@ def fragment_bytes(told: RankRehearsal, layout: Layout) -> float:
     return REPEATED_SLACK * coming + RESTING_SLACK * (told.peak_bytes - coming)
 
 
-def _left_out(question: Question) -> Sequence[str]:
-    if len(set(question.ranks)) == question.layout.world_size:
+def _compare(ranks: Mapping[int, RankRehearsal]) -> Sequence[Finding]:
+    """Where the rehearsed ranks would not come to an end together."""
+    found = [*compare_ranks(ranks), *compare_exchanges(ranks)]
+    circle = None if found else find_circle(ranks)
+    return [circle] if circle is not None else found
+
+
+def _follow(ranks: dict[int, RankRehearsal], rehearse_one: Callable[[int], None]) -> Sequence[str]:
+    """Rehearse the other ends of the user's messages too, as many as MOST_PEERS; says of which one nothing is known."""
+    silent: tuple[str, ...] = ()
+    chosen = len(ranks)
+    while not silent and len(ranks) < chosen + MOST_PEERS and (peer := next_peer(ranks)) is not None:
+        try:
+            rehearse_one(peer)
+        except Unrehearsable as error:
+            silent = (f"rank {peer}, with which others exchange messages: {error}",)
+    for rank in sorted(ranks):
+        ranks[rank] = ranks.pop(rank)
+    return silent
+
+
+def _left_out(ranks: Collection[int], layout: Layout) -> Sequence[str]:
+    if len(ranks) == layout.world_size:
         return ()
-    said = ", ".join(str(rank) for rank in question.ranks)
-    what = f"ranks other than {said}" if len(question.ranks) > 1 else f"ranks other than rank {said}"
+    said = ", ".join(map(str, ranks))
+    what = f"ranks other than {said}" if len(ranks) > 1 else f"ranks other than rank {said}"
     return (f"{what}: whether they take the same way (--ranks all)",)
 
 

@@ -1,7 +1,10 @@
 """Which ranks of a world are rehearsed: one of each kind, some, or all."""
 
+from collections.abc import Iterator
+
 from allranks.errors import ConfigError
 from allranks.layout import Layout
+from allranks.parallel.mesh import MESH_AXES
 
 KINDS, ALL = "kinds", "all"
 
@@ -10,8 +13,9 @@ def choose_ranks(text: str, layout: Layout, *, of_a_user: bool = True) -> tuple[
     """The ranks that `--ranks` names.
 
     Args:
-        text: "kinds" (the first and the last rank of the first, a middle and the last stage: within a stage ranks have
-            to execute the same collectives), "all", or numbers with commas.
+        text: "kinds" (the first and the last rank of the first, a middle and the last stage, and in the first and the
+            last stage the neighbour of its first rank along each axis: within a stage ranks have to execute the same
+            collectives), "all", or numbers with commas.
         of_a_user: whether model or loss are somebody's own code, in which any stage may depend on the rank. Of a model
             by name two ranks are compared in the first stage alone.
 
@@ -23,9 +27,12 @@ def choose_ranks(text: str, layout: Layout, *, of_a_user: bool = True) -> tuple[
         return tuple(range(size))
     if text == KINDS:
         each = size // layout.pp  # pp is the outermost axis
-        stages = {0, layout.pp // 2, layout.pp - 1}
-        compared = stages if of_a_user else {0}
-        return tuple(sorted({stage * each for stage in stages} | {(stage + 1) * each - 1 for stage in compared}))
+        ends = {0, layout.pp - 1}  # the first rank of all, and the stage that runs the loss
+        stages = {*ends, layout.pp // 2}
+        compared, looked_at = (stages, ends) if of_a_user else ({0}, set())
+        lasts = {(stage + 1) * each - 1 for stage in compared}
+        beside = {stage * each + stride for stage in looked_at for stride in _strides(layout)}
+        return tuple(sorted({stage * each for stage in stages} | lasts | beside))
     found = []
     for word in text.split(","):
         if not word.strip().isdecimal():
@@ -35,3 +42,13 @@ def choose_ranks(text: str, layout: Layout, *, of_a_user: bool = True) -> tuple[
             raise ConfigError(f"--ranks {text}: the world has {size} processes, whose ranks are 0 to {size - 1}")
         found.append(rank)
     return tuple(dict.fromkeys(found))
+
+
+def _strides(layout: Layout) -> Iterator[int]:
+    """How far off the neighbour of a stage's first rank is along each axis."""
+    stride = 1
+    for axis in reversed(MESH_AXES):
+        degree = getattr(layout, axis)
+        if axis != "pp" and degree > 1:
+            yield stride
+            stride *= degree
