@@ -72,8 +72,8 @@ def _compare_stages(stages: Sequence[Sequence[RankRehearsal]], *, parted: bool) 
 def _compare_sent(ranks: Mapping[int, RankRehearsal]) -> list[Finding]:
     """What one rank sends to another one against what that receives: as many, each of one size and type, in order.
 
-    The user's own are compared in `exchanges`. Ranks that were traced with other micro-steps cannot be compared; nor can stages in what their own blocks send, of
-    which each may have left out some.
+    The user's own are compared in `exchanges`. Ranks that were traced with other micro-steps cannot be compared; nor
+    can stages in what their own blocks send, of which each may have left out some.
     """
     ways: defaultdict[tuple[int, int], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
     for told in ranks.values():
