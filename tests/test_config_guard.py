@@ -24,3 +24,9 @@ def test_a_collective_waits_for_longer_than_anything_that_is_allowed_to_take_lon
     for name in (*phases, "hang_seconds"):
         assert GuardConfig.model_validate({name: 7200.0}).longest_wait > 7200.0, name
     assert GuardConfig.model_validate(dict.fromkeys(phases, 5.0)).longest_wait == 660.0
+
+
+def test_a_second_place_is_left_alone_before_that_is_a_hang() -> None:
+    assert GuardConfig().elsewhere_seconds == 900.0
+    for name in ("first_step_seconds", "checkpoint_seconds"):
+        assert GuardConfig.model_validate({name: 60.0}).elsewhere_seconds == 30.0, name

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from allranks import free_memory
-from allranks.free_memory import free_bytes, free_host_bytes, whole_host_bytes
+from allranks.free_memory import free_bytes, free_host_bytes, group_limit_bytes, whole_host_bytes
 
 
 @pytest.fixture
@@ -65,3 +65,16 @@ def test_so_does_one_of_the_first_version(tmp_path: Path, groups: Path) -> None:
     inner = groups / "memory" / "docker" / "abc"
     write(inner, {"memory.limit_in_bytes": "4600", "memory.usage_in_bytes": "4500", "memory.stat": stat})
     assert free_memory._left_to_groups() == [450, 850]
+
+
+def test_the_tightest_group_limits_unless_it_may_take_all(
+    tmp_path: Path, groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=10_000))
+    (tmp_path / "membership").write_text("8:memory:/job/inner\n")
+    assert group_limit_bytes() is None
+    for folder, limit in (("job/inner", 9223372036854771712), ("", 9223372036854771712)):
+        write(groups / "memory" / folder, {"memory.limit_in_bytes": str(limit)})
+    assert group_limit_bytes() is None, "no limit, as cgroup v1 writes it"
+    write(groups / "memory" / "job", {"memory.limit_in_bytes": "4096"})
+    assert group_limit_bytes() == 4096
