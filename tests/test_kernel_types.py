@@ -36,9 +36,9 @@ def test_it_is_of_the_torch_that_is_pinned() -> None:
 
 @of_this_torch
 def test_what_some_samples_show_is_listed() -> None:
-    some = ("nn.functional.layer_norm", "index_add", "linalg.cholesky", "sub")
+    some = ("nn.functional.layer_norm", "index_add", "linalg.cholesky")
     told = json.loads(made("-m", "tools.kernel_types", *some))
-    for kind, names in (("mixed", {"native_layer_norm", "index_add"}), ("alone", {"linalg_cholesky_ex", "sub"})):
+    for kind, names in (("mixed", {"native_layer_norm", "index_add"}), ("alone", {"linalg_cholesky_ex", "abs"})):
         assert names <= set(told[kind]) & set(KEPT[kind])
 
 
@@ -54,7 +54,7 @@ import os
 from allranks.rehearsing import kernels
 from tools import kernel_types as tool
 
-some = [one for one in tool.operators() if one.name in ("lerp", "sub", "index_add")]
+some = [one for one in tool.operators() if one.name in ("lerp", "index_add")]
 real = tool.find_refusal
 ending = lambda func, *rest: os.abort() if func is torch.ops.aten.lerp.Scalar else real(func, *rest)
 import torch
@@ -69,6 +69,6 @@ print(tool.search(some).to_json())
 def test_what_ends_the_process_and_what_refuses_sound_samples_is_left_out() -> None:
     ending, refusing = map(eval, made("-c", WRONG).splitlines())
     assert ending["left out"]["ends the process"] == ["lerp"] and "index_add" in ending["mixed"]
-    assert "lerp" not in ending["alone"] and "sub" in ending["alone"]
-    assert {"index_add", "sub"} <= set(refusing["left out"]["refuses what is sound"])
-    assert "sub" not in refusing["alone"] and "index_add" not in refusing["mixed"]
+    assert "lerp" not in ending["alone"] and "abs" in ending["alone"]
+    assert {"index_add", "abs"} <= set(refusing["left out"]["refuses what is sound"])
+    assert "abs" not in refusing["alone"] and "index_add" not in refusing["mixed"]

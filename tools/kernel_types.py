@@ -204,7 +204,7 @@ def refused_in(operator: Any, sample: Any, known: Found) -> Asked | None:
     except Refused as error:
         name, _, said = str(error).partition(":")[0].partition(" ")
         asked = "mixed" if " and " in said else "alone", name.removesuffix("_")
-        return asked if asked in known.refused else None
+        return asked if asked in known.refused - known.misjudged else None
     return None
 
 
