@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -17,8 +18,8 @@ import torch.utils.data
 from allranks.data.cut import Cut
 from allranks.data.loader import Loader
 from allranks.data.stream import DataStream
-from allranks.data.worker_process import ItemFetcher, collate_noted, worker_death
-from allranks.errors import DataError
+from allranks.data.worker_process import ItemFetcher, collate_noted, lost_connection, worker_death
+from allranks.errors import DataError, ProcessError
 
 
 class Rows(torch.utils.data.Dataset[int]):
@@ -276,3 +277,43 @@ def test_workers_outlive_the_thread_that_starts_them() -> None:
 def alive(process: psutil.Process) -> bool:
     """Whether it runs; an orphan that nobody has reaped yet does not."""
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_tensor_that_is_not_received_is_the_death_of_its_sender() -> None:
+    """torch hands each over by a connection to the process that made it."""
+    context = multiprocessing.get_context("spawn")
+    one, other = (context.Process(target=time.sleep, args=(600,), daemon=True) for _ in range(2))
+    one.start()
+    other.start()
+    reset = ConnectionResetError(104, "Connection reset by peer")
+    try:
+        assert lost_connection(ValueError("the user's own"), [one]) is None and lost_connection(reset, []) is None
+        assert lost_connection(EOFError(), [one]) is None, "it lives: the error is another's"
+        other.kill()
+        death = lost_connection(reset, [one, other])
+        assert death is not None and f"data died (DataLoader worker (pid {other.pid}) has gone)" in str(death)
+    finally:
+        for process in (one, other):
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("told", ["DataLoader worker (pid 3) is killed by signal: Killed.", "another error"])
+def test_a_death_that_is_told_while_all_are_ended_ends_nothing_else(told: str) -> None:
+    class Ending:
+        _workers: ClassVar[list[Any]] = []
+
+        def _shutdown_workers(self) -> None:
+            raise RuntimeError(told)
+
+    def lost() -> Any:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    for in_the_middle in (False, True):
+        loader = Loader(DataStream(Rows(), cut=Cut(4), epochs=1), workers=1)
+        loader._processes, loader._steps = Ending(), (lost() for _ in range(1))
+        if "pid" in told and not in_the_middle:
+            loader.close()
+            continue
+        with pytest.raises(ProcessError if "pid" in told else RuntimeError, match=r"data died|another error"):
+            next(loader) if in_the_middle else loader.close()

@@ -96,15 +96,21 @@ def test_every_point_and_kind(tmp_path: Path, record_property: Record, kind: str
 
 @pytest.mark.full
 def test_a_process_that_loads_data_is_killed_and_costs_a_restart(tmp_path: Path) -> None:
-    document = trial(tmp_path, "data.workers=2", "train.steps=24", "--points", "data.worker", kills=4)
-    assert [document[key] for key in ("happened", "recovered", "restarts")] == [4] * 3
-    for incident in document["incidents"]:  # type: ignore[attr-defined]
+    words = ("data.workers=2", "train.steps=24", "--points", "data.worker", "--kills", "4", "--nproc", "2")
+    layout = ("--layout", "ddp", "--json", "--run", "trial")
+    ran = allranks("chaos", POINTS, *TRAIN, *words, *layout, folder=tmp_path, check=None, limit=LIMIT_SECONDS)
+    document: dict[str, Any] = json.loads(ran.stdout)
+    assert [document[key] for key in ("happened", "recovered", "restarts")] == [4] * 3, ran.stdout
+    broken = {one["name"]: one["what"] for one in document["invariants"] if not one["holds"]}
+    # What was killed may leave its temporary folder; nothing else.
+    assert set(broken) <= {"I7"} and "process" not in broken.get("I7", ""), broken
+    for incident in document["incidents"]:
         assert "a process that loads data died" in incident["causes"][0], incident
 
 
 @pytest.mark.full
 def test_killed_in_the_backward_of_a_pipeline(tmp_path: Path) -> None:
-    words = ("--layout", "pp=2", "train.micro_steps=2", "train.steps=24", "--points", "backward")
+    words = ("--layout", "pp=2", "train.micro_steps=2", "train.steps=24", "--points", "backward", "--seed", "3")
     assert trial(tmp_path, *words, kills=6)["recovered"] == 6
     assert {fault.rank for fault in read_schedule(tmp_path / "trial" / "faults")} == {0, 1}
 

@@ -25,7 +25,7 @@ def test_choices() -> None:
         Choice("forward", "stop", named=True),
         Choice("evaluate", "kill", named=True),
     )
-    assert {choice.point for choice in parse_choices(None)} == set(POINTS)
+    assert {choice.point for choice in parse_choices(None)} == set(POINTS) - {"data.worker"}
     assert {choice.point for choice in parse_choices("*:eio")} == DISK_POINTS
     anywhere = {"kill", "stop", "segfault", "exit", "raise"}
     assert {choice.kind for choice in parse_choices("forward:*")} == {*anywhere, "disconnect"}

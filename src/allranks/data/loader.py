@@ -20,7 +20,16 @@ from allranks import fault_points
 from allranks.data.micro_step import MicroPlan, MicroStep, StepBatch, StepPlan
 from allranks.data.resuming import WHILE_RANKS_STAY
 from allranks.data.stream import DataStream
-from allranks.data.worker_process import Collate, ItemFetcher, Request, collate_noted, guard, worker_death
+from allranks.data.worker_process import (
+    Collate,
+    ItemFetcher,
+    Request,
+    collate_noted,
+    guard,
+    lost_connection,
+    worker_death,
+)
+from allranks.errors import ProcessError
 from allranks.recorded import note_device_error
 from allranks.task import Task
 from allranks.verdict import Decision
@@ -83,8 +92,9 @@ class Loader:
             return next(self._steps)
         except BaseException as error:
             note_device_error(error)  # met where batches are pinned
-            self.close()
-            death = worker_death(error)
+            processes = [] if self._processes is None else self._processes._workers
+            death = worker_death(error) or lost_connection(error, processes)
+            death = self._end() or death
             if death is None:
                 raise
             raise death from error
@@ -99,12 +109,23 @@ class Loader:
 
     def close(self) -> None:
         """Ends the worker processes; harmless when repeated."""
+        self._end()
+
+    def _end(self) -> ProcessError | None:
+        """The same; that one has died by itself, which torch tells from a signal handler, here as well."""
         self._closed, self._steps = True, None
         processes, self._processes = self._processes, None
         if processes is not None:
             # torch ends them when the iterator is garbage-collected; a traceback that still holds it must not keep them
             # alive.
-            processes._shutdown_workers()
+            try:
+                processes._shutdown_workers()
+            except RuntimeError as error:
+                death = worker_death(error)
+                if death is None:
+                    raise
+                return death
+        return None
 
     def _map_steps(self) -> Iterator[StepBatch]:
         stream = self.stream

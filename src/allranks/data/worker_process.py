@@ -7,7 +7,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from allranks.lifeline import die_with_parent
 
 _DEATH = re.compile(r"DataLoader worker \(pid")
 _WATCH_SECONDS = 0.5
+_DEATH_SECONDS = 2.0  # from the end of a connection to that of the process that had it
 _GPUS = "/dev/nvidia"
 
 Collate = Callable[[list[Any]], Any]
@@ -141,15 +144,27 @@ def _release_gpus() -> None:
                 os.close(int(name))
 
 
-def _watch(parent: int, wait: Callable[[set[int], float], Any] | None) -> None:
+def _watch(parent: int, take: Callable[[set[int], float], Any] | None) -> None:
     while os.getppid() == parent:
-        if wait is None:
+        if take is None:
             time.sleep(_WATCH_SECONDS)
             continue
-        received = wait({signal.SIGTERM}, _WATCH_SECONDS)
+        received = take({signal.SIGTERM}, _WATCH_SECONDS)
         if received is not None and received.si_pid == parent:
             break
     os._exit(0)
+
+
+def lost_connection(error: BaseException, processes: Sequence[BaseProcess]) -> ProcessError | None:
+    """As `worker_death`, of an error that torch leaves as it is: a tensor was not received, because its sender died."""
+    if not isinstance(error, ConnectionError | EOFError) or not processes:
+        return None
+    try:
+        ended = wait([process.sentinel for process in processes], _DEATH_SECONDS)
+    except RuntimeError as told:  # by torch's signal handler, in the meantime
+        return worker_death(told)
+    dead = next((process for process in processes if process.sentinel in ended), None)
+    return None if dead is None else worker_death(RuntimeError(f"DataLoader worker (pid {dead.pid}) has gone"))
 
 
 def worker_death(error: BaseException) -> ProcessError | None:

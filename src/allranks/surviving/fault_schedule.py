@@ -62,7 +62,8 @@ def parse_choices(text: str | None) -> tuple[Choice, ...]:
             raise ConfigError(f"'{part}': nothing is written at {point}; {kind} goes with {', '.join(_disk_points())}")
         if point in WORKER_POINTS and kind not in ("kill", ANY):
             raise ConfigError(f"'{part}': a process that loads data can only be killed; give {point}, or another point")
-        points = tuple(POINTS) if point == ANY else (point,)
+        # What a process that loads data leaves in the temporary folder nobody removes: by name only.
+        points = tuple(name for name in POINTS if name not in WORKER_POINTS) if point == ANY else (point,)
         kinds = get_args(Kind) if kind == ANY else (kind,)
         named = ANY not in (point, kind)
         if kind == "disconnect" and point in UNCONNECTED_POINTS:
