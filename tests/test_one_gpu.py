@@ -69,7 +69,7 @@ def test_the_targets_are_held_on_a_gpu(verdicts: Any, changed: dict[str, Any], o
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)  # all modes by turns, beside other tests
 def test_the_program_works_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = ["--device", "cpu", "--tiny", "--rounds", "1", "--only", "speed,checks", "--json", str(out)]

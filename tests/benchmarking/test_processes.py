@@ -35,6 +35,7 @@ def test_on_two_processes_both_sides_train_the_same(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_on_four_processes_too() -> None:
     strategies = ["dp_replicate=2,dp_shard=2", "tp=2,dp_shard=2", "pp=4", "cp=4", "ddp,ep=2"]
     strategies += [

@@ -264,7 +264,7 @@ def test_an_error_of_the_device_is_noted_before_anything_is_closed(
 
     loader = Loader(DataStream(list(range(8)), cut=Cut(4), epochs=1))
     monkeypatch.setattr(loader, "_pinned", pinned)
-    monkeypatch.setattr(loader, "close", lambda: noted.extend(read_failures(tmp_path)))
+    monkeypatch.setattr(loader, "_end", lambda: noted.extend(read_failures(tmp_path)))
     assert run_recorded(next, (loader,), rank=0, folder=tmp_path) == 1
     assert [failure.noted for failure in noted] == [True]
 
