@@ -47,8 +47,8 @@ FEW, RECENT = 64, 512
 STACK_SIGNAL = signal.SIGRTMIN + 10 if sys.platform == "linux" else signal.SIGUSR2
 """Makes a worker write its main thread's stack to its log; in C, so that it needs no lock of Python's.
 
-Not those of other threads: a signal handler that walks the frames of a thread which runs meanwhile ends the process (a
-SIGSEGV after some 30 signals where two threads worked). These are written by a thread that has Python's lock.
+Not those of other threads: a process whose signal handler walks the frames of threads that run meanwhile soon ends by
+SIGSEGV. These are written by a thread that has Python's lock.
 """
 
 Phase = Literal["start", "first step", "step", "input", "compilation", "evaluation", "checkpoint", "end"]
