@@ -36,7 +36,7 @@ def test_the_document_holds_what_the_text_says(capsys: pytest.CaptureFixture[str
 
     operation = found["chosen"]["operation"]
     assert operation["nodes"] == 64
-    assert operation["tiers"][-1]["survives"] == "rack"
+    assert operation["tiers"][-1]["survives"] == "cluster"
     assert operation["tiers"][-1]["every_seconds"] == pytest.approx(1200, abs=20)
     assert 0 < found["chosen"]["goodput"]["mean"] <= 1
     assert sum(found["chosen"]["shares"].values()) == pytest.approx(1)
