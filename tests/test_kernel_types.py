@@ -66,6 +66,7 @@ print(tool.search(some).to_json())
 """
 
 
+@pytest.mark.full
 def test_what_ends_the_process_and_what_refuses_sound_samples_is_left_out() -> None:
     ending, refusing = map(eval, made("-c", WRONG).splitlines())
     assert ending["left out"]["ends the process"] == ["lerp"] and "index_add" in ending["mixed"]

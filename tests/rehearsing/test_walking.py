@@ -87,6 +87,7 @@ def test_types_are_those_of_the_program() -> None:
         assert {one.dtype for sent in crossings.of(3).values() for one in sent} == types
 
 
+@pytest.mark.full
 def test_a_pipeline_is_walked_once_and_only_where_a_rank_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
     walks: list[int] = []
     walk = dryrun._walk

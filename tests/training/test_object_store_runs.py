@@ -60,6 +60,7 @@ def mirrored(server: S3Server, run: Path) -> list[str]:
     return sorted(path.split("/")[-2].split(".")[0] for path in found if path.endswith("/COMMITTED"))
 
 
+@pytest.mark.full
 def test_a_run_that_has_lost_its_directory_s_checkpoints_goes_on_from_s3(server: S3Server, tmp_path: Path) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     allranks(*WORDS, "train.steps=12", MIRROR, folder=tmp_path)
