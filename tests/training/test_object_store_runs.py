@@ -94,8 +94,8 @@ def test_what_is_wrong_with_the_place_is_one_line_and_the_run_goes_on(
     try:
         mirror = f"checkpoint.mirror={place if place.startswith('s3') else URL}"
         ran = allranks(*WORDS, "train.steps=12", mirror, folder=tmp_path)
-        lines = [line for line in ran.stderr.splitlines() if says in line]
-        assert len(lines) in (1, 2), ran.stderr  # at the start, and at the first checkpoint
+        lines = [line for line in (ran.stdout + ran.stderr).splitlines() if says in line]
+        assert len(lines) in (1, 2), ran.stdout + ran.stderr  # at the start, and at the first checkpoint
         assert list(steps(run)) == list(range(1, 13)) and {event["kind"] for event in told(run)} == {"checkpoint"}
         shutil.rmtree(run / "checkpoints")
         ran = allranks(*RESUME, "train.steps=15", folder=tmp_path, check=78)
