@@ -18,19 +18,6 @@ def _numbers(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-class Windows(nn.Module):
-    """A convolution whose windows do not overlap, as a product: a processor's own takes memory that nobody sees."""
-
-    def __init__(self, given: int, made: int, side: int) -> None:
-        super().__init__()
-        self.side, self.linear = side, nn.Linear(given * side**2, made)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        parts = functional.pixel_unshuffle(image, self.side).permute(0, 2, 3, 1)
-        found: torch.Tensor = self.linear(parts).permute(0, 3, 1, 2)
-        return found
-
-
 class Pyramid(Task):
     """Images through convolutions, each of which halves them and doubles their channels."""
 
@@ -39,17 +26,12 @@ class Pyramid(Task):
     levels: int = 4
     channels: int = 8
     side: int = 64
-    product: bool = False
-
-    def convolution(self, given: int, made: int, side: int) -> nn.Module:
-        """With windows that do not overlap."""
-        return Windows(given, made, side) if self.product else nn.Conv2d(given, made, side, stride=side)
 
     def model(self) -> nn.Module:
         widths = [self.channels << level for level in range(self.levels + 1)]
-        levels = [nn.Sequential(self.convolution(a, b, 2), nn.ReLU()) for a, b in pairwise(widths)]
+        levels = [nn.Sequential(nn.Conv2d(a, b, 2, stride=2), nn.ReLU()) for a, b in pairwise(widths)]
         end = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], CLASSES))
-        return nn.Sequential(self.convolution(3, self.channels, 1), *levels, end)
+        return nn.Sequential(nn.Conv2d(3, self.channels, 1), *levels, end)
 
     def hints(self) -> Hints:
         return Hints(blocks=tuple(str(level + 1) for level in range(self.levels)))
