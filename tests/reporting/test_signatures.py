@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -156,11 +157,14 @@ REAL = {
 def fail_under_torchrun(function: str, log: Path) -> None:
     """Run it under stock torchrun, and keep in `log` all that is printed."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3" if "divide" in function else "2"]
-    own = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(PROGRAM), function]
     detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if function == "other_collectives" else {}
-    with log.open("wb") as file:
+    with log.open("wb") as file, socket.create_server(("127.0.0.1", 0)) as held:
+        own = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        if function == "port_taken":  # by another job of this host; in a worker torch ignores it under torchrun
+            own = ["--master-addr", "127.0.0.1", "--master-port", str(held.getsockname()[1])]
+        command = [*torchrun, *own, str(PROGRAM), function]
         ended = subprocess.run(
-            torchrun + own, stdout=file, stderr=file, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"} | detail
+            command, stdout=file, stderr=file, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"} | detail
         )
     assert ended.returncode != 0, log.read_text(errors="replace")
 
