@@ -18,6 +18,7 @@ from allranks.failure import (
     describe_signal,
     first_failure,
     read_failures,
+    refuses_threads,
 )
 
 ROOT_CAUSE = Failure(0, "host", 10, 5.0, 1, "ValueError: no", traceback="Traceback\nValueError: no\n")
@@ -147,3 +148,9 @@ def test_a_thread_that_may_not_be_started_is_told_with_the_limit(words: str) -> 
     shown = describe_error(RuntimeError(words), 1).render().splitlines()
     assert shown[-1] == f"RuntimeError: {words}" and shown[-2].startswith("allranks: no more threads may be started")
     assert "no more threads" not in describe_error(ValueError(words), 1).render()
+
+
+def test_another_thing_that_is_unavailable_is_no_thread() -> None:
+    assert refuses_threads("thread constructor failed: Resource temporarily unavailable")
+    for text in ("ncclSystemError: recv: Resource temporarily unavailable", "mlock: Resource temporarily unavailable"):
+        assert not refuses_threads(text)

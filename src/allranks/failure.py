@@ -13,7 +13,6 @@ the cause is seen. So a record says whether it looks like a consequence, and the
 not.
 """
 
-import errno
 import json
 import os
 import re
@@ -72,11 +71,8 @@ CLAIMS = (DONE, *STOPS)
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
 
 NO_THREADS = (
-    "no more threads may be started here: raise `ulimit -u`, or the limit of the container or the job (pids.max, "
-    "docker run --pids-limit)"
+    "no more threads may be started here: raise `ulimit -u`, or the container's limit (docker run --pids-limit)"
 )
-# What torch and Python say then.
-THREADS_REFUSED = (os.strerror(errno.EAGAIN), "can't start new thread")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -168,7 +164,7 @@ class StoppedBeforeStart(BaseException):
 
 def describe_error(error: BaseException, rank: int, step: int | None = None) -> Failure:
     """The Failure of an exception that ended a worker; `step`: the last one that it has done, where it counts them."""
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in THREADS_REFUSED):
+    if isinstance(error, RuntimeError) and refuses_threads(str(error)):
         error.add_note(f"allranks: {NO_THREADS}")
     text, message = render_raised(error)
     failure = Failure(rank, socket.gethostname(), os.getpid(), time.time(), RAISED, message)
@@ -253,6 +249,12 @@ def clear_failures(folder: Path, ranks: Iterable[int] | None = None) -> None:
         ranks: of these ranks only: other hosts may share the folder.
     """
     _remove(folder, ranks, "failure-{}.json", *UNFINISHED)
+
+
+def refuses_threads(text: str) -> bool:
+    """Whether torch or Python say so that they may start no more threads; a socket's EAGAIN is another thing."""
+    again = "Resource temporarily unavailable"
+    return "can't start new thread" in text or again == text.strip() or (again in text and "thread" in text)
 
 
 def clear_unfinished(folder: Path, ranks: Iterable[int] | None = None) -> None:

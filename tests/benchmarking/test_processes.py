@@ -80,6 +80,7 @@ def test_a_case_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(allocated_bytes() == 0, reason="this system does not tell what is allocated")
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("grows", [2, 3, 4, 5])
 def test_a_table_that_grows_meanwhile_is_in_nobodys_memory(monkeypatch: pytest.MonkeyPatch, grows: int) -> None:
     table, made = [], 0

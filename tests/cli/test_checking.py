@@ -222,9 +222,9 @@ PLANNED: list[tuple[str, Layout, str, int]] = [  # of a data-parallel rank's sam
     (SPARSE, Layout(dp_shard=4, tp=2, ep=4, recompute="full"), "bfloat16", 8),
     (DENSE, Layout(cp=8), "bfloat16", 8),
     (TASK, Layout(dp_shard=8), "bfloat16", 8),
-    (DENSE, Layout(dp_replicate=2, tp=2, pp=2, recompute="full"), "bfloat16", 8),
 ]
 PLANNED_TOO: list[tuple[str, Layout, str, int]] = [
+    (DENSE, Layout(dp_replicate=2, tp=2, pp=2, recompute="full"), "bfloat16", 8),
     (DENSE, Layout(dp_shard=4, tp=2), "bfloat16", 8),
     (DENSE, Layout(dp_shard=4, tp=2, gather="float32"), "bfloat16", 8),
     (DENSE, Layout(dp_shard=8), "float16", 8),

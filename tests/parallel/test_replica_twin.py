@@ -88,6 +88,17 @@ def test_the_last_of_a_bucket_is_that_of_the_layer_whose_backward_fills_it() -> 
     assert [name.rpartition(".")[0] for name in twin.last_in_buckets] == ["layers.1", "layers.3", "layers.5"]
 
 
+def test_where_unused_ones_are_looked_for_the_last_of_a_bucket_was_registered_first() -> None:
+    kind, cap = make(0.07)
+    with fake_mode():
+        twin = ReplicaTwin(kind(), None, bucket_mb=cap, find_unused=True)
+        with mock.patch.object(dist, "all_reduce", return_value=None):
+            messages(twin, 2)
+    names = [name for name, _ in twin.module.named_parameters()]
+    assert twin.last_in_buckets == [min((names[one] for one in members), key=names.index) for members in twin.buckets]
+    assert len(twin.buckets) > 1
+
+
 def test_gradients_live_in_the_buckets() -> None:
     with fake_mode():
         kind, _ = make(None)

@@ -148,8 +148,9 @@ TAKEN = replace(SENT, op="receive", peer=0)
 MET = Message("all", "barrier", 0, 4, "task.py:2 forward", members="0-3", waits=True)
 
 
-def told(rank: int, *sequence: Message, stage: int = 0, blocks: int = 0) -> RankRehearsal:
-    return RankRehearsal(rank, stage, 0, {}, "", (), 0, (), sequence, 0.0, blocks=blocks)
+def told(rank: int, *sequence: Message, stage: int = 0, blocks: int = 0, micro_steps: int = 0) -> RankRehearsal:
+    counted = RankRehearsal(rank, stage, 0, {}, "", (), 0, (), sequence, 0.0, blocks=blocks)
+    return replace(counted, traced_micro_steps=micro_steps)
 
 
 def compared(*ranks: RankRehearsal) -> list[Finding]:
@@ -202,6 +203,17 @@ def test_stages_of_which_blocks_were_left_out_are_not_counted() -> None:
     (line,) = list_unmatched(ranks)
     assert line == f"{LINE}: rank 0 sends to rank 1: whether it is received there (--full-trace)"
     assert len(compare_exchanges(ranks | {1: told(1, stage=1)})) == 1
+
+
+def test_ranks_that_were_traced_with_other_micro_steps_are_not_counted() -> None:
+    ranks = {0: told(0, SENT, SENT), 1: told(1, TAKEN, micro_steps=1)}
+    assert compare_exchanges(ranks) == [] and list_unmatched(ranks)[0].endswith("(--full-trace)")
+    assert len(compare_exchanges(ranks | {1: told(1, TAKEN)})) == 1
+
+
+def test_a_receive_of_more_than_comes_is_told_with_what_gloo_does() -> None:
+    (found,) = compare_exchanges({0: told(0, SENT), 1: told(1, replace(TAKEN, num_bytes=2 * TAKEN.num_bytes))})
+    assert ": over gloo only its first part would be what was sent, and for NCCL" in found.what
 
 
 def test_many_ends_are_named_shortly() -> None:

@@ -68,16 +68,28 @@ def test_a_burst_is_what_a_failure_brings_and_what_that_brings() -> None:
     )
     times = np.array([[10.0, 50.0, 950.0, np.inf], [np.inf] * 4, [20.0, np.inf, np.inf, np.inf]])
     which = np.array([[1, 0, 1, 0], [0] * 4, [0] * 4])
-    random: Any = Told([2, 0, 1, 0], [1, 0], [0])
-    found, kinds = _draw_bursts(parts, times, which, 1000.0, random)
+    carried = np.array([1, 2]), np.array([999.0, 1001.0]), np.array([1, 1])  # from before: one of them is too late
+    random: Any = Told([2, 0, 1, 0, 0], [1, 0], [0])
+    found, kinds = _draw_bursts(parts, times, which, carried, 1000.0, random)
 
     assert found.tolist() == [
         [10.0, 50.0, 110.0, 110.0, 210.0, 950.0, np.inf],
-        [np.inf] * 7,
+        [999.0, *[np.inf] * 6],
         [20.0, *[np.inf] * 6],
     ]
     assert kinds[0].tolist() == [1, 0, 1, 1, 1, 1, 0]
-    assert random.means == [[0.5, 0.0, 0.5, 0.0], [0.5, 0.5], [0.5]]
+    assert random.means == [[0.5, 0.0, 0.5, 0.0, 0.5], [0.5, 0.5], [0.5]]
+    assert kinds[1, 0] == 1
+
+
+@pytest.mark.parametrize(("burst", "hours", "days"), [(0.9, 24.0, 14.0), (0.8, 24.0, 30.0), (0.95, 24.0 * 30, 7.0)])
+def test_bursts_that_began_before_the_run_go_on_in_it(burst: float, hours: float, days: float) -> None:
+    """However short the run is beside them: as many in the mean as is said, and in its first hours no fewer."""
+    part = Component("flaps", 40.0, Scope.NODE, 60.0, burst_failures=burst, burst_seconds=3600.0 * hours)
+    found = draw_histories(FailureModel("x", (part,)), 100, days * DAY, 4000, seed=1)
+    inside = found.times[found.times < days * DAY]
+    assert len(inside) / 4000 == pytest.approx(4 * days, rel=0.06)
+    assert (inside < days * DAY / 4).mean() == pytest.approx(0.25, abs=0.01)
 
 
 def test_bursts_change_when_failures_come_and_not_how_many() -> None:

@@ -4,7 +4,7 @@ from itertools import groupby
 
 import pytest
 
-from allranks.parallel.step_record import Deed
+from allranks.parallel.step_record import BUCKET, Deed
 from allranks.rehearsal import RankRehearsal
 from allranks.rehearsing.ledger import Stored, Stretch
 from allranks.rehearsing.moments import list_moments
@@ -51,6 +51,13 @@ def test_what_a_copy_does_before_its_first_deed_is_of_the_copy_before() -> None:
         ("layers.0", 1, 6, 6),
         ("layers.1", 3, 38, 38),
     ]
+
+
+def test_a_bucket_whose_block_has_no_backward_stays_where_it_was_seen() -> None:
+    deeds = [(0, Deed("backward", "compute", "layers.1")), (0, Deed("backward", "all-reduce", f"{BUCKET}1"))]
+    stretches = [Stretch("backward", "layers.1", deeds=deeds, changes=[])]
+    found = list_moments([], stretches, REPEATS, {f"{BUCKET}1": "heads.0"})
+    assert [m.unit for m in found[1:]] == ["layers.1", f"{BUCKET}1"]
 
 
 def test_categories_of_a_step_add_up() -> None:

@@ -114,10 +114,6 @@ def an_error_of_one() -> None:
     dist.barrier()
 
 
-def port_taken() -> None:
-    TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 1, is_master=True)
-
-
 def nobody_answers() -> None:
     TCPStore("127.0.0.1", 9, 2, is_master=False, timeout=timedelta(seconds=2))
 

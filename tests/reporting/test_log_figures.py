@@ -97,9 +97,20 @@ def test_who_faulted_in_two_starts_is_named() -> None:
     assert read(FAULT).tell("E29") == [] == tell_again({})
 
 
-def test_of_the_kernels_log_every_line_is_a_fault() -> None:
-    xid = "NVRM: Xid (PCI:0000:3b:00): 79, pid=12, GPU has fallen off the bus."
-    assert read(xid, xid).tell("E29")[0].startswith("the GPU at PCI:0000:3b:00 faulted 2 times")
+def test_of_the_kernels_log_the_lines_of_one_process_or_of_one_minute_are_one_fault() -> None:
+    def xid(when: str, process: str, device: str = "3b") -> str:
+        return f"{when}NVRM: Xid (PCI:0000:{device}:00): 13, {process}Graphics SM Warp Exception"
+
+    again, once = "the GPU at PCI:0000:3b:00 faulted 2 times: the same one", "the GPU at PCI:0000:3b:00 faulted once,"
+    for lines, told in (
+        ([xid("[  100.25] ", "pid=77, name=python, "), xid("[  900.25] ", "pid=77, name=python, ")], once),
+        ([xid("[  100.25] ", "pid='77', "), xid("[  100.26] ", "pid='78', ")], again),
+        ([xid("[  100.25] ", "pid='<unknown>', "), xid("[  101.25] ", "")], once),
+        ([xid("kernel: [  100.25] node-a ", ""), xid("kernel: [ 9100.25] node-a ", "")], again),
+        ([xid("", ""), xid("", "")], once),
+        ([xid("", ""), xid("", "", "5e")], "the GPU at PCI:0000:3b:00, the GPU at PCI:0000:5e:00 faulted once each"),
+    ):
+        assert read(*lines).tell("E29")[0].startswith(told), lines
 
 
 def test_of_torchruns_own_words_the_first_rank_is_told() -> None:
@@ -107,6 +118,10 @@ def test_of_torchruns_own_words_the_first_rank_is_told() -> None:
     root = ["Root Cause (first observed failure):", "[0]:", "  host      : b", "  rank      : 9 (local_rank: 1)"]
     figures = read(*block, *root, "  exitcode  : 1 (pid: 2)", "  error_file: <N/A>")
     assert figures.tell("E8") == ["torchrun saw first: rank 9 on b, exit code 1"]
+    cut = read(*root[:1], "  rank      : 9 (local_rank: 1)", "  exitcode  : 1 (pid: 2)", "  host      : elsewhere")
+    assert cut.tell("E8") == ["torchrun saw first: rank 9 on a host, exit code 1"], "the block is over"
+    figures = read("Root Cause (first observed failure):", "  rank      : 9 (local_rank: 1)")
+    assert list(figures.passing(["  host      : b"])) and "b" not in figures.tell("E8")[0].split(), "of another log"
     assert read(*block).tell("E8") == [] == figures.tell("E9")
 
 

@@ -81,11 +81,23 @@ def test_a_line_is_its_signatures(name: str) -> None:
         "NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>",
         "[rank0] ProcessGroupNCCL environments: NCCL version: 2.28.9, TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: 480",
         "loaded 2000 samples from /data/nan/x.bin",
+        "best_val_loss=inf, starting training",
+        "{'min_loss': inf}",
+        "epoch 0 | best loss: inf",
+        "lowest_loss = tensor(inf)",
         "",
     ],
 )
 def test_what_a_healthy_run_prints_is_nobodys(line: str) -> None:
     assert [one.name for one in SIGNATURES if one.regex.search(line)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["step 3 loss: inf", "train_loss=inf", "best loss: nan", "epoch 1 loss=inf, best 2.5", "loss/train: tensor(inf)"],
+)
+def test_a_loss_that_is_no_number_is_one_that_is_trained_with(line: str) -> None:
+    assert [one.name for one in SIGNATURES if one.regex.search(line)] == ["E30"]
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_what_proves_that_ranks_never_meet_is_the_same_place_and_another_collect
         (collective(12, name="broadcast", waits=False), False),
         (collective(12, name="_allgather_base", p2p=True), False),
     ):
-        assert never_meet([witness(0, WAITS), witness(1, other)]) is proven, other
+        assert never_meet([witness(0, WAITS), witness(1, other)]) == ((0, 1) if proven else None), other
     one, longer = (collective(12, name="_allgather_base", sizes=sizes) for sizes in (((4,),), ((9,),)))
     assert not never_meet([witness(0, one), witness(1, longer)]) and not never_meet([witness(0), witness(1)])
 
@@ -72,6 +72,15 @@ def test_ranks_that_never_meet_are_to_blame_before_one_that_computes() -> None:
     parted = [witness(0, collective(12, **wide)), witness(1, collective(12, name="broadcast", **wide))]
     cause = find_cause([*parted, witness(2, collective(11, waits=False, **wide))], HUNG)
     assert (cause.kind, cause.ranks) == ("divergence", (0, 1))
+
+
+def test_the_two_that_have_parted_are_named_and_not_whoever_waits_first() -> None:
+    """Two groups of an axis: in one of them a rank computes, in the other one two wait in what never meets."""
+    there: dict[str, Any] = {"group": "2", "ranks": (2, 3)}
+    parted = [witness(2, collective(9, **there)), witness(3, collective(9, name="broadcast", **there))]
+    cause = find_cause([witness(0, WAITS), witness(1, BEFORE), *parted], HUNG)
+    assert (cause.kind, cause.ranks) == ("divergence", (2, 3))
+    assert cause.words.startswith("rank 2 waits in all_reduce number 9 over dp_shard, of [4], rank 3 in broadcast")
 
 
 def test_all_ranks_in_the_same_collective_is_the_network() -> None:

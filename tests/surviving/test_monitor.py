@@ -91,6 +91,8 @@ def test_a_checkpoint_that_shows_nothing_is_told_of_early_and_ended_late() -> No
     assert find_silent(rows(quiet(31), quiet(31, "checkpoint")), GUARD) == told
     assert find_silent(rows(quiet(31, "checkpoint"), quiet(31, "checkpoint")), GUARD) == replace(told, ranks=(0, 1))
     assert find_silent(rows(quiet(1801), quiet(1801, "checkpoint")), GUARD) == Alarm("hung", (0, 1), 15.0, act=True)
+    assert find_silent(rows(quiet(31, "checkpoint", finished=True)), GUARD) is None, "a mirror has a limit of its own"
+    assert find_silent(rows(quiet(1801, "checkpoint", finished=True)), GUARD) is not None
 
 
 def test_where_checkpoints_take_long_they_may_before_it_is_told() -> None:

@@ -20,11 +20,11 @@ from allranks.surviving import evidence, monitor, unended, workers
 from allranks.surviving import supervisor as module
 from allranks.surviving.agent import run_workers
 from allranks.surviving.forkserver import choose_start_method
-from allranks.surviving.monitor import Row
+from allranks.surviving.monitor import Alarm, Row
 from allranks.surviving.outcome import Outcome
 from allranks.surviving.supervisor import Supervision, Supervisor
 from allranks.verdict import Verdict
-from tests.surviving.rows import collective
+from tests.surviving.rows import collective, row, witness
 
 pytestmark = pytest.mark.distributed
 QUICK: dict[str, Any] = {"hang_seconds": 1.5, "stopped_seconds": 1.0, "input_seconds": 60.0}
@@ -96,6 +96,18 @@ def test_a_save_that_does_not_return_is_told_of_and_left_in_peace(
     assert told[0].what.endswith("in meet_fault; it may take 1800 s")
     assert "nothing follows yet" in told[0].evidence[-1] and "guard.checkpoint_seconds" in told[0].evidence[-1]
     assert told[1].what == "the run goes on: rank 1 has its checkpoint behind it; it was slow and did not hang"
+
+
+def test_a_slow_save_is_over_when_who_saves_is_past_it_whoever_is_in_its_way(tmp_path: Path) -> None:
+    supervisor = Supervisor(Supervision(GuardConfig(), print, lambda: None), 2, tmp_path)
+    alarm = Alarm("slow", (0,), 30.0, act=False, phase="checkpoint")
+    saving = witness(0, collective(12), phase="checkpoint", quiet_seconds=31.0)
+    ruling = supervisor.judge([saving, witness(1, collective(11, waits=False))], alarm)
+    assert ruling is not None and ruling.verdict.kind == "straggler" and "rank 1 is busy" in ruling.verdict.what
+    assert ruling.goes_on([saving.row, row(1)]) is None, "rank 1 was in a step all the while"
+    told = ruling.goes_on([row(0), row(1)])
+    assert told is not None and told.what.startswith("the run goes on: rank 0 has its checkpoint behind it")
+    supervisor.monitor.beats.close()
 
 
 def test_a_disk_that_does_not_answer_keeps_no_verdict(

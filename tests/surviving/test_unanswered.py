@@ -20,3 +20,11 @@ def test_its_error_is_the_callers() -> None:
 
     with pytest.raises(OSError, match="Input/output error"):
         within(60.0, fail, 0)
+
+
+def test_where_no_thread_may_be_started_it_is_called_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert within(60.0, lambda: 3, 0) == 3

@@ -90,10 +90,21 @@ def test_each_that_is_refused_is_progress_too(tmp_path: Path) -> None:
         raise CheckpointError(f"{found.name} stands still")
 
     found = [Mirrored(1, step, f"step {step}") for step in (200, 100)]
-    mirror: Any = SimpleNamespace(is_there=lambda: True, list_newest=lambda: found, fetch=refuse, spares=False)
+    mirror: Any = SimpleNamespace(is_there=lambda: True, list_newest=lambda *_: found, fetch=refuse, spares=False)
     progressed = list[int]()
     told = fetch_newer(run_in(tmp_path), mirror, alone(), None, lambda: progressed.append(1))
     assert told == ("", ["step 200 stands still", "step 100 stands still"]) and progressed
+
+
+def test_a_long_list_is_progress_too(tmp_path: Path) -> None:
+    url = str(tmp_path / "mirror")
+    for step in (100, 200, 300):
+        Mirror(url, "run-a").bring(save_alone(tmp_path / str(step), step))
+    counted = list[int]()
+    Mirror(url, "run-a").list_newest(lambda: counted.append(1))
+    assert len(counted) >= 3
+    Mirror(url, "run-a").prune(1, advanced=lambda: counted.append(1))
+    assert len(counted) >= 8, "three that are listed, and two that are taken away"
 
 
 @pytest.mark.distributed

@@ -70,11 +70,11 @@ def test_a_mirror_that_could_not_be_asked_loses_nothing_to_a_run_that_goes_on(tm
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     real, asked = Mirror.list_newest, list[int]()
 
-    def away_at_first(mirror: Mirror) -> Any:
+    def away_at_first(mirror: Mirror, *advanced: Any) -> Any:
         asked.append(1)
         if len(asked) == 1:
             raise CheckpointError("cannot be listed: the line is dead")
-        return real(mirror)
+        return real(mirror, *advanced)
 
     with mock.patch.object(Mirror, "list_newest", away_at_first):
         assert train(None, "train.steps=5", "checkpoint.every=1", "checkpoint.keep=1", resume=run) == 0

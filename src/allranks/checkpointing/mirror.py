@@ -76,9 +76,9 @@ class Mirror:
         self._was_there = False
         self.spares = False
 
-    def list_newest(self) -> list[Mirrored]:
-        """What is committed there, newest first."""
-        return self._refusing("listed", self._list_newest)
+    def list_newest(self, advanced: Callable[[], None] = lambda: None) -> list[Mirrored]:
+        """What is committed there, newest first; `advanced`: called, in another thread, as it comes further."""
+        return self._refusing("listed", lambda move: self._list_newest(_both(move, advanced)))
 
     def is_there(self) -> bool:
         """Whether there is a folder of this run. Where it is not, something was there all the same, it may be: a file
@@ -95,13 +95,14 @@ class Mirror:
         """
         self._refusing("written", lambda move: self._bring(checkpoint, _both(move, advanced)))
 
-    def prune(self, keep: int, keep_every: int | None = None) -> None:
+    def prune(self, keep: int, keep_every: int | None = None, advanced: Callable[[], None] = lambda: None) -> None:
         """Take away what is older than the `keep` newest, and what was never brought to its end.
 
         Args:
             keep_every: those of every so-many-th step stay as well, for ever; None: none.
+            advanced: as of `list_newest`.
         """
-        self._refusing("tidied", lambda move: self._prune(keep, keep_every, move))
+        self._refusing("tidied", lambda move: self._prune(keep, keep_every, _both(move, advanced)))
 
     def fetch(
         self, found: Mirrored, directory: Path, run: str, advanced: Callable[[], None] = lambda: None

@@ -166,6 +166,7 @@ def _share_run(
     from allranks.surviving.hosts.losses import LOST
     from allranks.surviving.hosts.succession import succeed
     from allranks.surviving.memory_tier import open_memory
+    from allranks.surviving.unanswered import DISK_SECONDS, within
     from allranks.training.prepare import open_run
     from allranks.training.seats import seat_workers
 
@@ -193,7 +194,8 @@ def _share_run(
         raise company.explain(error) from error
     company.seating.attempt = lambda: run.attempts
     if request.hosts.least < request.hosts.nodes:
-        company.seating.seat = lambda workers: seat_workers(run.config(), workers)
+        known = run.config()  # as good, where the disk does not answer while others train
+        company.seating.seat = lambda workers: seat_workers(within(DISK_SECONDS, run.config, known), workers)
     return run, decided
 
 

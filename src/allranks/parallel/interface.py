@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from allranks.failure import NO_THREADS, THREADS_REFUSED
+from allranks.failure import NO_THREADS, refuses_threads
 from allranks.process_environment import ProcessEnvironment
 from allranks.verdict import Decision
 
@@ -40,7 +40,7 @@ def advise_on_start(reason: str, name: str | None) -> str:
         reason: the backend's words.
         name: the interface of gloo.
     """
-    if any(text in reason for text in THREADS_REFUSED):
+    if refuses_threads(reason):
         return NO_THREADS
     return f"the interface is {name or 'of its own choice'} (GLOO_SOCKET_IFNAME sets another)"
 

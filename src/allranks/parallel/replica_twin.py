@@ -63,9 +63,10 @@ class ReplicaTwin(nn.Module):
         cap = BUCKET_BYTES if bucket_mb is None else int(bucket_mb * 2**20)
         self._limits = [_DEFAULT_FIRST_BUCKET_BYTES, cap] if bucket_mb is None else [cap]
         self._find_unused = find_unused
-        first = self._limits if find_unused and not static_graph else [sys.maxsize]
+        self._stay_as_they_are = find_unused and not static_graph
+        first = self._limits if self._stay_as_they_are else [sys.maxsize]
         assigned, _ = _compute_bucket_assignment_by_size(self._parameters_reduced, first)
-        self._rebuilt = find_unused and not static_graph
+        self._rebuilt = self._stay_as_they_are
         self._fill(list(reversed(assigned)))
         self._ready: list[int] = []
         self._works: list[dist.Work | None] = []
@@ -81,8 +82,10 @@ class ReplicaTwin(nn.Module):
 
     @property
     def last_in_buckets(self) -> list[str]:
-        """Of every bucket the name of the parameter whose gradient is expected last."""
-        return [self._names[members[-1]] for members in self.buckets]
+        """Of every bucket the name of the parameter whose gradient is expected last: of those that were filled in the
+        order of a backward the last one, of the others the one that was registered first.
+        """
+        return [self._names[members[0 if self._stay_as_they_are else -1]] for members in self.buckets]
 
     def lend(self, parameter: torch.Tensor) -> bool:
         """Give a parameter that no backward reached its place in a bucket as gradient; False where it has none."""

@@ -176,7 +176,11 @@ def _is_compared(ranks: Ranks, route: Route) -> bool:
 
 
 def _cut_apart(one: RankRehearsal, other: RankRehearsal) -> bool:
-    """Whether they run different stages, of which as many blocks were left out as each has too many."""
+    """Whether they run different stages, of which as many blocks were left out as each has too many, or were traced
+    with other micro-steps.
+    """
+    if one.traced_micro_steps != other.traced_micro_steps:
+        return True
     return one.stage != other.stage and any(told.traced < told.blocks for told in (one, other))
 
 
@@ -187,6 +191,8 @@ def _alike(sent: Message, received: Message) -> bool:
 def _unlike(route: Route, sent: Message, received: Message) -> Finding:
     smaller = received.num_bytes < sent.num_bytes
     end = "the process would end there" if smaller else "it would hold other numbers than were sent"
+    if not smaller and sent.terms == received.terms:
+        end = "over gloo only its first part would be what was sent, and for NCCL it is no receive of that"
     what = (
         f"rank {route.sender} sends rank {route.receiver} {_size(sent)} ({_asked(sent)}), which receives "
         f"{_size(received)} ({_asked(received)}): {end}"

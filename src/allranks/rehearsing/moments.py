@@ -106,8 +106,11 @@ def _settle(stretches: Sequence[Stretch], repeats: Repeats, homes: Mapping[str, 
     places = {stretch.block: place for place, stretch in enumerate(stretches) if stretch.phase == "backward"}
     buckets: dict[int, list[Deed]] = {}
     for place, deeds in enumerate(settled):
-        for one in [one for one in deeds if homes.get(one[1].unit)]:
-            home = places[homes[one[1].unit]]
+        for one in list(deeds):
+            block = homes.get(one[1].unit)
+            if not block or block not in places:  # a block without a backward fills none
+                continue
+            home = places[block]
             late = home != place or deeds.index(one) > _past(deeds, stretches[home].block)
             if late or repeats.in_depth(stretches[home]) > 1:
                 deeds.remove(one)

@@ -24,7 +24,7 @@ _ROOT_CAUSE = "Root Cause (first observed failure)"
 _AGAIN = "will restart worker group"
 _KILLED = re.compile(r"Killed process \d+ .*\banon-rss:(\d+)kB")
 _RANK = re.compile(r"\[(?:[Rr]ank|default) ?(\d{1,7})\]|\brank (\d{1,7}) on ")
-_XID = re.compile(r"NVRM: Xid \(([^)]+)\)")
+_XID = re.compile(r"(?:\[ *(?P<second>\d+)\.\d+\].*)?NVRM: Xid \((?P<device>[^)]+)\)(?:: \d+, pid='?(?P<process>\d+))?")
 _FAULTED = next(one.regex for one in SIGNATURES if one.name == "E29")
 
 
@@ -38,10 +38,11 @@ class LogFigures:
         self._first: dict[str, str] = {}
         self._in_root_cause = False
         self._start = 0
-        self._faulted: dict[str, set[int]] = {}
+        self._faulted: dict[str, set[object]] = {}
 
     def passing(self, lines: Iterable[str]) -> Iterator[str]:
-        """The same lines, read on their way."""
+        """The same lines, read on their way: those of one log."""
+        self._in_root_cause = False
         for line in lines:
             self.read(line)
             yield line
@@ -74,15 +75,18 @@ class LogFigures:
             self._in_root_cause = True
         if self._in_root_cause and (found := _FIELD.search(line)) is not None:
             self._first.setdefault(found[1], found[2])
+            self._in_root_cause = found[1] != "exitcode"  # the last field of the block that is kept
         if _AGAIN in line:
             self.next_start()
         if _FAULTED.search(line) is not None:
             device, rank = _XID.search(line), _RANK.search(line)
             if rank is not None:
                 self._faulted.setdefault(f"rank {rank[1] or rank[2]}", set()).add(self._start)
-            elif device is not None:  # the kernel's log has no starts: each of its lines is a fault
-                seen = self._faulted.setdefault(f"the GPU at {device[1]}", set())
-                seen.add(len(seen))
+            elif device is not None:
+                # The kernel's log has no starts, and several lines of one fault: of one process, or of one minute.
+                minute = None if device["second"] is None else int(device["second"]) // 60
+                which = device["process"] or minute
+                self._faulted.setdefault(f"the GPU at {device['device']}", set()).add(which)
 
 
 def tell_memory(num_workers: int, worker_bytes: int, source: str) -> str:
@@ -117,7 +121,7 @@ def tell_shared_memory() -> list[str]:
     return [f"/dev/shm of {name}, where this is read: {format_bytes(size)}, {format_bytes(free)} of it free now"]
 
 
-def tell_again(faulted: Mapping[str, Iterable[int]]) -> list[str]:
+def tell_again(faulted: Mapping[str, Iterable[object]]) -> list[str]:
     """Whose GPU faulted in how many starts: the same one twice is the mark of hardware."""
     counts = {who: len(set(starts)) for who, starts in faulted.items()}
     twice = [f"{who} faulted {count} times" for who, count in sorted(counts.items()) if count > 1]

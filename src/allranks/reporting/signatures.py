@@ -251,7 +251,9 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E30",
-        r"(?:loss(?:/\w+)?\W{1,4}(?:is )?(?:tensor\()?(?:nan|inf)\b|found NaN|non-finite|returned nan values in its)",
+        r"(?:loss(?:/\w+)?\W{1,4}(?:is )?(?:tensor\()?nan\b|found NaN|non-finite|returned nan values in its|"
+        # What a best loss begins with is no loss.
+        r"^(?!.*(?:best|min|lowest)\w*\W?\w*loss).*loss(?:/\w+)?\W{1,4}(?:is )?(?:tensor\()?inf\b)",
         "the loss or a gradient is no number any more",
         "find the first step and rank in the journal; the same data again tells data and numerics from hardware",
         known="reproduced",

@@ -95,6 +95,8 @@ class Recomputing:
         self._group, self._world, self._shards = group, world, shards
         kernels = everyones(_kernels(spread.device), world, spread.device)
         self._exact = all(kernels) and (group is None or len(set(kernels)) == 1)
+        # Of more than two terms NCCL's sum depends on the way that it goes, which may be another one for each copy.
+        self._exact &= shards is None or shards.size() <= 2 or spread.device.type == "cpu"
         self._alike_at = 0
         self._own, self._again = Rows(), Rows()
         who = "each rank computes its own" if group is None else "its neighbour computes what a rank has computed"

@@ -152,11 +152,12 @@ class LocalAgent(SimpleElasticAgent):
         self._stop_notice = stop_notice
         self._workers: LocalWorkers | None = None
         self._kill_at: float | None = None
-        self._ranks: list[int] | None = None
+        self._ranks: list[int] | None = None if company is None else []  # of a host that never trains: none
 
     def tidy(self) -> None:
-        """Remove what the last workers were in the middle of writing when they ended."""
+        """Remove what the last workers were in the middle of writing when they ended; their ranks go to others."""
         clear_unfinished(self._log_dir, self._ranks)
+        self._ranks = None if self._member is None else []
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = [worker.global_rank for worker in worker_group.workers]
@@ -173,16 +174,14 @@ class LocalAgent(SimpleElasticAgent):
         self._aborts = NcclAborts(self._log_dir, ranks)
         starts = [start_of(worker, worker_group, self._attempt, fixed) for worker in worker_group.workers]
         self._workers = LocalWorkers(self._method.name, starts, replies=self._replies)
-        self._attempt += 1
-        self._memory_kills = RecentKills()
+        self._attempt, self._memory_kills = self._attempt + 1, RecentKills()
         if self.interrupts.first is not None:
             self._pass_on()
         return dict(self._workers.pids)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         workers = self._existing_workers()
-        ended_before = len(workers.exits)
-        if not ended_before:
+        if not (ended_before := len(workers.exits)):
             self._memory_kills.look()
         workers.wait(WAIT_SECONDS)
         if len(workers.exits) > ended_before:
@@ -213,6 +212,7 @@ class LocalAgent(SimpleElasticAgent):
             if following == "again" and workers.left is not None:
                 raise ProcessError(workers.left.render())  # this host leaves the others
             self._remaining_restarts = int(following == "again")
+            self.tidy()
             return RunResult(WorkerState.FAILED)  # torchelastic's word for all that is no end of one host alone
         if not any(one.code or one.failed for one in self._ended()):
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))

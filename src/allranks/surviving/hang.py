@@ -127,8 +127,9 @@ def find_cause(found: Sequence[Testimony], alarm: Alarm, absent: Absent = ALL_HE
     gone = tuple(rank for rank in missing if rank not in absent or absent[rank].ended)
     if gone:
         return Cause("dead_peer", gone, f"{name_ranks(gone, hosts)} not there any more, and waited for")
-    if waits and (not free or never_meet(found)):
-        cause = _compare(waits, hosts)
+    pair = never_meet(found)
+    if waits and (not free or pair is not None):
+        cause = _compare(waits, hosts, pair)
         if cause.kind == "divergence" or not missing:
             return cause
         return Cause("network", tuple(missing), f"{name_ranks(missing, hosts)} waited for, and that host says nothing")
@@ -136,16 +137,18 @@ def find_cause(found: Sequence[Testimony], alarm: Alarm, absent: Absent = ALL_HE
     return _find_occupied(by_rank, late or free or alarm.ranks, hosts, waited_for=bool(waits))
 
 
-def never_meet(found: Sequence[Testimony]) -> bool:
-    """Whether two ranks wait in the same place of one group's order of collectives, and in different ones: then the
+def never_meet(found: Sequence[Testimony]) -> tuple[int, int] | None:
+    """Two ranks that wait in the same place of one group's order of collectives, and in different ones: then the
     program has parted, however long its steps are. Who is further than another may only be faster.
     """
-    seen: dict[tuple[str, tuple[int, ...], int], Collective] = {}
+    seen: dict[tuple[str, tuple[int, ...], int], tuple[int, Collective]] = {}
     for one in found:
         own = one.waits_in
-        if own is not None and not own.p2p and not _fit(seen.setdefault((own.group, own.ranks, own.seq), own), own):
-            return True
-    return False
+        if own is not None and not own.p2p:
+            rank, first = seen.setdefault((own.group, own.ranks, own.seq), (one.row.rank, own))
+            if not _fit(first, own):
+                return rank, one.row.rank
+    return None
 
 
 def _stopped(found: Sequence[Testimony]) -> tuple[int, ...]:
@@ -184,18 +187,18 @@ def _has_come(own: Collective, other: Testimony) -> bool:
     return any(theirs.group == own.group and theirs.seq >= own.seq for theirs in other.collectives)
 
 
-def _compare(waits: Mapping[int, Collective], hosts: Mapping[int, str]) -> Cause:
-    """Every rank waits in a collective: in the same one?"""
+def _compare(waits: Mapping[int, Collective], hosts: Mapping[int, str], parted: tuple[int, int] | None) -> Cause:
+    """Every rank waits in a collective, or two are known to have parted: in the same one?"""
     ranks = sorted(waits)
     first = waits[ranks[0]]
-    if pair := _opposed(waits):
-        one, other = (f"rank {_name(rank, hosts)} waits in {waits[rank]}" for rank in pair)
-        return Cause("divergence", pair, f"{one}, {other}: both go the same way, and never meet")
-    for rank in ranks[1:]:
-        if not _fit(first, waits[rank]):
-            one, other = _name(ranks[0], hosts), _name(rank, hosts)
-            words = f"rank {one} waits in {first}, rank {other} in {waits[rank]}: they never meet"
-            return Cause("divergence", (ranks[0], rank), words)
+    if opposed := _opposed(waits):
+        one, other = (f"rank {_name(rank, hosts)} waits in {waits[rank]}" for rank in opposed)
+        return Cause("divergence", opposed, f"{one}, {other}: both go the same way, and never meet")
+    pair = parted or next(((ranks[0], rank) for rank in ranks[1:] if not _fit(first, waits[rank])), None)
+    if pair is not None:
+        one, other = (_name(rank, hosts) for rank in pair)
+        words = f"rank {one} waits in {waits[pair[0]]}, rank {other} in {waits[pair[1]]}: they never meet"
+        return Cause("divergence", pair, words)
     return Cause("network", tuple(ranks), f"all ranks wait in {first}, which does not come through")
 
 

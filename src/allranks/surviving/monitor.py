@@ -22,6 +22,7 @@ from typing import Literal, final
 
 from allranks.config_guard import GuardConfig
 from allranks.observing.heartbeat import (
+    FINISHED,
     FIRST,
     LOADED,
     LONGEST,
@@ -73,6 +74,7 @@ class Row:
             0.0 where there is none.
         loading_seconds: how long it loads data in later steps.
         saving_seconds: how long a checkpoint shows nothing, of those that this attempt has written.
+        finished: whether its work is over, and all that is left is to bring copies elsewhere.
     """
 
     rank: int
@@ -87,6 +89,7 @@ class Row:
     mark: int = 0
     loading_seconds: float = 0.0
     saving_seconds: float = 0.0
+    finished: bool = False
 
 
 @final
@@ -170,14 +173,8 @@ class Monitor:
         rows = [self._row(place, pid, ranks[place], awake) for place, pid in sorted(pids.items())]
         self.note_steps()
         alarm = self._find_stopped(rows, now) or find_silent(rows, self._guard)
-        if alarm is None:
-            self._told = None
-            return rows, None
-        silence = (alarm.ranks[0], alarm.kind, alarm.act)
-        if self._told == silence:
-            return rows, None
-        self._told = silence
-        return rows, alarm
+        before, self._told = self._told, None if alarm is None else (alarm.ranks[0], alarm.kind, alarm.act)
+        return rows, None if self._told == before else alarm
 
     def forget(self) -> None:
         """Tell again of what is still wrong."""
@@ -227,6 +224,7 @@ class Monitor:
             mark=slot[MARK],
             loading_seconds=slot[LOADED] / 1e9,
             saving_seconds=slot[SAVED] / 1e9,
+            finished=slot[FINISHED] > 0,
         )
 
     def _find_stopped(self, rows: Sequence[Row], now: float) -> Alarm | None:
@@ -249,10 +247,12 @@ def find_silent(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
 def find_slow_save(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
     """Whose checkpoint has shown nothing for longer than it does here, and not for so long that it hangs.
 
-    A disk that is slow and one that is gone look alike from here, so that only the limit ends the wait.
+    A disk that is slow and one that is gone look alike from here, so that only the limit ends the wait. A mirror has
+    limits of its own, and says so itself.
     """
     limit = max(LEAST_SAVE_SECONDS, LEARNED_FACTOR * max((row.saving_seconds for row in rows), default=0.0))
-    saving = tuple(row.rank for row in rows if row.phase == "checkpoint" and row.quiet_seconds > limit)
+    silent = [row for row in rows if row.quiet_seconds > limit and not row.finished]
+    saving = tuple(row.rank for row in silent if row.phase == "checkpoint")
     if not saving or limit >= guard.checkpoint_seconds:
         return None
     return Alarm("slow", saving, limit, act=False, phase="checkpoint")

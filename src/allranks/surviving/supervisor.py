@@ -157,7 +157,7 @@ class Supervisor:
         culprits = culprits or alarm.ranks
         if not alarm.act and alarm.phase == "checkpoint":
             verdict = replace(verdict, what=f"{verdict.what}; it may take {guard.checkpoint_seconds:g} s")
-            return Ruling(verdict, culprits, step, slow="checkpoint")
+            return Ruling(verdict, alarm.ranks, step, slow="checkpoint")
         if not alarm.act:
             return Ruling(verdict, alarm.ranks, step, slow="input")
         failure = None if guard.hang == "report" else _describe(culprits, found, absent, verdict)

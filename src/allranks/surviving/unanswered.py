@@ -23,7 +23,10 @@ def within(seconds: float, call: Callable[[], Found], otherwise: Found) -> Found
             failed.append(error)
 
     thread = threading.Thread(target=run, name="allranks-disk", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads may be started here
+        return call()
     thread.join(seconds)
     if failed:
         raise failed[0]

@@ -91,7 +91,8 @@ def _fetch(run: Run, mirror: Mirror, nearer: Checkpoint | None, advanced: Callab
                 f"{mirror.url} has no folder {run.id}, and this run has saved checkpoints: the file system there is "
                 "not mounted, or the folder was deleted, or nothing has been brought there yet"
             )
-        for mirrored in mirror.list_newest():
+        advanced()
+        for mirrored in mirror.list_newest(advanced):
             if known is not None and (mirrored.generation, mirrored.step) <= known:
                 break
             try:

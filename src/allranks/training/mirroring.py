@@ -68,7 +68,7 @@ class Mirroring:
                 try:
                     self._mirror.bring(checkpoint, self._advance)
                     self._catch_up(checkpoint)
-                    self._mirror.prune(self._keep, self._keep_every)
+                    self._mirror.prune(self._keep, self._keep_every, self._advance)
                 except Exception as error:  # whatever it is: the next one is tried, and nothing waits for a dead thread
                     with self._lock:
                         self._refused += filter(self._stays, [checkpoint])

@@ -58,13 +58,13 @@ def test_who_is_asked_to_stop_leaves_where_the_layout_takes_the_others(can_train
 def test_the_layout_is_asked_about_those_that_stay_and_those_that_wait() -> None:
     asked: list[list[_NodeDesc]] = []
 
-    def can_train(nodes: list[_NodeDesc]) -> bool:
+    def suffice(nodes: list[_NodeDesc], least: int) -> bool:
         asked.append(nodes)
-        return True
+        return len(nodes) >= least
 
     others = Others()
     others.beside = {_NodeDesc("c", 10, 0)}
-    others.spares = SimpleNamespace(news=lambda table: None, can_train=can_train)
+    others.spares = SimpleNamespace(news=lambda table: None, suffice=suffice)
     found, interrupts = changes(others)
     assert found.may_leave(STOPPED)
     assert [[node.addr for node in nodes] for nodes in asked] == [["a", "c"]]

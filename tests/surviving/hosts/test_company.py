@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from allranks.config_guard import GuardConfig
@@ -72,6 +72,10 @@ def hosts() -> Iterator[Hosts]:
     found.close()
 
 
+def report(company: Company, ended: Report) -> None:
+    company.notices.report(company.table.number, company.place, ended)
+
+
 def test_two_rounds_and_the_end(hosts: Hosts) -> None:
     leader, other = hosts.company(nproc=2), hosts.company(nproc=1)
     assert (leader.leads, other.leads) == (True, False)
@@ -80,9 +84,14 @@ def test_two_rounds_and_the_end(hosts: Hosts) -> None:
     assert leader.table == other.table and leader.table.workers == (2, 1)
     places = {(one.bootstrap_store_info.master_addr, one.bootstrap_store_info.master_port) for one in (first, second)}
     assert places == {("127.0.0.1", leader.table.port)}
-    assert leader.lost() is None and not leader.in_trouble() and leader.num_nodes_waiting() == 0
-    other.report(Report(76, FAILURE))
-    assert leader.in_trouble() and leader.reports() == [None, Report(76, FAILURE)]
+    assert (
+        leader.lost() is None and not leader.notices.in_trouble(leader.table.number) and leader.num_nodes_waiting() == 0
+    )
+    report(other, Report(76, FAILURE))
+    assert leader.notices.in_trouble(leader.table.number) and leader.notices.reports(leader.table.number, 2) == [
+        None,
+        Report(76, FAILURE),
+    ]
 
     again = hosts.beside(other.next_rendezvous)
 
@@ -94,7 +103,7 @@ def test_two_rounds_and_the_end(hosts: Hosts) -> None:
     leader.next_rendezvous()
     assert again.result(60).rank == 1
     assert leader.table.number == other.table.number > 0 and leader.table.port not in {port for _, port in places}
-    assert not leader.in_trouble(), "that was another round"
+    assert not leader.notices.in_trouble(leader.table.number), "that was another round"
 
     leader.end(Ending(93, FAILURE))
     leader.end(Ending(0))
@@ -205,7 +214,7 @@ def test_who_leaves_is_waited_for_neither_by_the_next_round_nor_by_silence(
 ) -> None:
     leader, other = (hosts.company(nodes=2, least=1, host_seconds=600.0) for _ in range(2))
     hosts.together(leader.next_rendezvous, other.next_rendezvous)
-    other.report(Report(75, stopped=True))
+    report(other, Report(75, stopped=True))
     leader.notices.start_again(leader.table.number)
     monkeypatch.setattr(leader._inner._settings.timeout, "_last_call", timedelta(seconds=600))
     going_on = hosts.beside(leader.next_rendezvous)  # before the other has left
@@ -230,6 +239,56 @@ def test_one_more_than_there_is_room_for_waits_and_learns_the_end(
     with pytest.raises(RunEnded) as caught:
         waiting.result(60)
     assert caught.value.ending == Ending(0)
+
+
+def test_whose_time_is_up_just_as_a_round_beside_it_ends_waits_on(hosts: Hosts) -> None:
+    spare, asked = hosts.company(nodes=2, least=1), list[float]()
+
+    def come_too_late() -> None:
+        asked.append(spare._waiting._beside_at)
+        if len(asked) == 3:
+            spare._waiting._beside_at -= spare.guard.join_seconds
+        raise RendezvousTimeoutError
+
+    spare._inner.next_rendezvous = come_too_late  # type: ignore[assignment, method-assign]
+    spare._waiting.begin()
+    spare._waiting._beside_at = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError):
+        spare._meet()
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("least", "asked", "ends"),
+    [(2, signal.SIGTERM, False), (3, signal.SIGTERM, True), (2, signal.SIGINT, True)],
+    ids=["the others are enough", "they are not", "Ctrl-C"],
+)
+def test_who_is_asked_to_stop_while_a_round_forms_ends_it_for_all_only_where_it_is_needed(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, least: int, asked: signal.Signals, ends: bool
+) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.handler.LAST_CALL_SECONDS", 600.0)
+    leader, other, third = three = [hosts.company(nodes=4, least=least) for _ in range(3)]
+    interrupts = Interrupts(lambda: None)
+    third.heed(interrupts)
+    waiting = {one: hosts.beside(one.next_rendezvous) for one in three}
+
+    def all_are_there() -> bool:
+        return leader.presence.state.participants.keys() == {one._node for one in three}
+
+    wait_until(all_are_there)
+    interrupts.first = asked
+    with pytest.raises(RunEnded) as caught:
+        waiting[third].result(60)
+    code = 130 if asked == signal.SIGINT else 76
+    assert caught.value.ending == Ending(code)
+    assert leader.notices.ending() == (Ending(code) if ends else None)
+    third.leave()
+    if not ends:
+        wait_until(lambda: third._node not in leader.presence.state.participants)
+        leader.end(Ending(0))
+    for one in (leader, other):
+        with pytest.raises(RunEnded):
+            waiting[one].result(60)
 
 
 def pairs(workers: Sequence[int]) -> tuple[int, ...]:
@@ -361,7 +420,7 @@ def test_where_workers_have_lost_a_peer_a_short_silence_is_enough_and_the_rest_g
     for one in (leader, other):
         one._inner._keep_alive()
     assert leader.lost() is None, "silence alone takes guard.host_seconds"
-    other.report(Report(76, replace(FAILURE, consequence=True)))
+    report(other, Report(76, replace(FAILURE, consequence=True)))
     lost = leader.lost()
     assert lost is not None and lost.rank == 2 and not lost.consequence
     assert "workers have lost their connection" in lost.brief()
@@ -386,7 +445,7 @@ def test_where_two_hosts_fall_silent_the_rest_await_neither(
     time.sleep(later_seconds)
     second._inner._keep_alive()
     for one in (leader, other):
-        one.report(Report(76, replace(FAILURE, consequence=True)))
+        report(one, Report(76, replace(FAILURE, consequence=True)))
     wait_until(lambda: leader.lost() is not None)
     began = time.monotonic()
     wait_until(lambda: leader.lost() is not None and leader.presence.lost == {first._node, second._node})
@@ -409,7 +468,7 @@ def test_a_leader_that_has_reported_and_falls_silent_before_it_judges_is_lost(ho
     leader, other, third = (hosts.company(nodes=3) for _ in range(3))
     hosts.together(*(one.next_rendezvous for one in (leader, other, third)))
     for one in (leader, third):
-        one.report(Report(0))
+        report(one, Report(0))
         one._inner._stop_heartbeats()
     began = time.monotonic()
     wait_until(lambda: other.lost() is not None)

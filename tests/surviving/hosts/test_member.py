@@ -47,6 +47,19 @@ class Board:
     gone: tuple[_NodeDesc, ...] = ()
     leader_has_reported = False
 
+    def __init__(self) -> None:
+        self.said: list[Report | None] = [None, None]
+
+    def in_trouble(self, number: int) -> bool:
+        return any(report is not None and report.failure is not None for report in self.said)
+
+    def report(self, number: int, place: int, report: Report) -> None:
+        self.said[place] = report
+
+    def reports(self, number: int, num_hosts: int) -> list[Report | None]:
+        assert num_hosts == len(self.said)
+        return self.said
+
     def has_reported(self, number: int, place: int) -> bool:
         return place == 0 and self.leader_has_reported
 
@@ -76,7 +89,6 @@ class Others:
         self.leads = leads
         self.guard = GuardConfig()
         self.notices = Board()
-        self.said: list[Report | None] = [None, None]
         self.gone: Failure | None = None
         self.broken: Exception | None = None
         self.heard: list[str] = []
@@ -94,7 +106,9 @@ class Others:
         self.seated: Any = None
         self.news: Verdict | None = None
         self.can_train = True
-        self.spares = SimpleNamespace(news=lambda table: self.news, can_train=lambda nodes: self.can_train)
+        self.spares = SimpleNamespace(
+            news=lambda table: self.news, suffice=lambda nodes, least: len(nodes) >= least and self.can_train
+        )
 
     def seek(self) -> bool:
         if self.leads and self.time_ended:
@@ -114,15 +128,6 @@ class Others:
 
     def explain(self, error: Exception) -> ProcessError:
         return ProcessError(f"explained: {error}")
-
-    def in_trouble(self) -> bool:
-        return any(report is not None and report.failure is not None for report in self.said)
-
-    def report(self, report: Report) -> None:
-        self.said[0 if self.leads else 1] = report
-
-    def reports(self) -> list[Report | None]:
-        return self.said
 
     def end(self, ending: Ending) -> None:
         self.notices.ended = ending
@@ -189,7 +194,7 @@ def test_the_run_is_done_when_all_are() -> None:
     others = Others()
     leader, _ = member(others)
     assert leader.settle(Outcome(0)) == "wait"
-    others.said[1] = Report(0)
+    others.notices.said[1] = Report(0)
     assert leader.settle(Outcome(0)) == "end" and leader.outcome == Outcome(0)
     assert others.notices.ended == Ending(0)
 
@@ -197,19 +202,19 @@ def test_the_run_is_done_when_all_are() -> None:
 def test_an_agreed_stop_is_everybodys_code() -> None:
     others = Others()
     leader, _ = member(others)
-    others.said[1] = Report(75, stopped=True)
+    others.notices.said[1] = Report(75, stopped=True)
     assert leader.settle(Outcome(75)) == "end" and leader.outcome == Outcome(75)
 
 
 def test_a_failure_elsewhere_is_judged_by_the_leader_and_again_means_all() -> None:
     others, budget = Others(), Budget(1)
     leader, _ = member(others, budget)
-    others.said[1] = Report(76, KILLED)
+    others.notices.said[1] = Report(76, KILLED)
     assert leader.settle(Outcome(76, CLOSED)) == "again"
     assert budget.causes == [KILLED], "the cause, not the consequence that came earlier"
     assert others.seating.doubts is False, "nothing says that the network is to blame"
     leader.begin()
-    others.said = [None, Report(76, KILLED)]
+    others.notices.said = [None, Report(76, KILLED)]
     assert leader.settle(Outcome(76, CLOSED)) == "end" and leader.outcome == Outcome(76, KILLED)
     assert others.notices.ended == Ending(76, KILLED)
 
@@ -228,7 +233,7 @@ def test_who_did_not_reach_whom_is_told_once_by_the_leader(leads: bool) -> None:
 def test_what_the_network_may_have_done_has_all_ways_tried(failure: Failure) -> None:
     others, budget = Others(), Budget(1)
     leader, _ = member(others, budget)
-    others.said[1] = Report(76, failure)
+    others.notices.said[1] = Report(76, failure)
     assert leader.settle(Outcome(76, failure)) == "again"
     assert others.seating.doubts is True
 
@@ -244,7 +249,7 @@ def test_no_wrong_clock_makes_another_cause(monkeypatch: pytest.MonkeyPatch, fas
     now[0] = 1010.0
     leader.look({}, {})
     error, aborted = replace(ERROR, time=1010.1 + fast_seconds), replace(KILLED, rank=0, time=1011.0, signal="SIGABRT")
-    others.said[1] = Report(1, error).posted(1010.3 + fast_seconds)
+    others.notices.said[1] = Report(1, error).posted(1010.3 + fast_seconds)
     now[0] = 1010.5
     leader.look({}, {})
     now[0] = 1013.0
@@ -276,14 +281,14 @@ def test_a_lost_host_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_of_the_users_ends_all() -> None:
     others = Others()
     leader, _ = member(others)
-    others.said[1] = Report(1, ERROR)
+    others.notices.said[1] = Report(1, ERROR)
     assert leader.settle(Outcome(76, CLOSED)) == "end" and leader.outcome == Outcome(1, ERROR)
 
 
 def test_who_was_asked_to_stop_is_not_started_again() -> None:
     others, budget = Others(), Budget(3)
     leader, _ = member(others, budget)
-    others.said[1] = Report(130, stopped=True)
+    others.notices.said[1] = Report(130, stopped=True)
     assert leader.settle(Outcome(76, CLOSED)) == "end" and leader.outcome == Outcome(130)
 
 
@@ -295,7 +300,7 @@ def test_a_host_that_was_asked_to_stop_and_could_not_save_is_as_a_lost_one(case:
     if case == "the leader":
         interrupts.first = signal.SIGTERM
     code = 130 if case == "Ctrl-C" else 76
-    others.said[1] = Report(code, ERROR if case == "an error" else None, stopped=True)
+    others.notices.said[1] = Report(code, ERROR if case == "an error" else None, stopped=True)
     assert leader.settle(Outcome(76, CLOSED)) == ("again" if case == "goes on" else "end")
     assert others.notices.again == (case == "goes on") == (others.notices.ended is None)
 
@@ -306,7 +311,7 @@ A, B, C, D = (_NodeDesc(name, pid, 0) for pid, name in enumerate("abcd", 8))
 def four_hosts(*said: Report | None) -> Others:
     """Which need two to go on; `a` leads, and has said nothing yet."""
     others = Others()
-    others.table, others.said = replace(others.table, members=(A, B, C, D), workers=(1,) * 4), [None, *said]
+    others.table, others.notices.said = replace(others.table, members=(A, B, C, D), workers=(1,) * 4), [None, *said]
     return others
 
 
@@ -320,7 +325,7 @@ def test_of_two_hosts_that_are_lost_at_once_both_are_missed(lost: set[_NodeDesc]
     assert leader.settle(Outcome(76, CLOSED)) == "wait", "of the last one nothing is known"
     others.presence.lost = lost
     if D not in lost:
-        others.said[3] = Report(76, CLOSED)
+        others.notices.said[3] = Report(76, CLOSED)
     assert leader.settle(Outcome(76, CLOSED)) == ("end" if D in lost else "again")
     assert others.notices.again == (D not in lost) == (others.notices.ended is None)
 
@@ -360,12 +365,12 @@ def test_a_second_request_ends_the_run_for_all_at_once() -> None:
 def test_who_does_not_lead_reports_and_obeys() -> None:
     others, budget = Others(leads=False), Budget(3)
     other, _ = member(others, budget)
-    assert other.settle(Outcome(0)) == "wait" and others.said[1] == Report(0)
+    assert other.settle(Outcome(0)) == "wait" and others.notices.said[1] == Report(0)
     others.notices.ended = Ending(0)
     assert other.settle(Outcome(0)) == "end" and other.outcome == Outcome(0)
     others.notices.ended = None
     other.begin()
-    assert other.settle(Outcome(76, KILLED)) == "wait" and others.said[1] == Report(76, KILLED)
+    assert other.settle(Outcome(76, KILLED)) == "wait" and others.notices.said[1] == Report(76, KILLED)
     others.notices.leader_has_reported = True
     assert other.settle(Outcome(76, KILLED)) == "again"
     assert others.heard == [f"{KILLED.brief()}; the leader decides what follows"]
@@ -400,7 +405,7 @@ def test_who_does_not_lead_finds_out_whether_the_leader_lives(monkeypatch: pytes
 def test_a_leader_whose_time_has_ended_judges_nothing() -> None:
     others, budget = Others(), Budget(1)
     found, _ = member(others, budget)
-    others.said[1] = Report(76, KILLED)
+    others.notices.said[1] = Report(76, KILLED)
     others.time_ended = True
     with pytest.raises(ProcessError, match="explained: this host led"):
         found.settle(Outcome(0))
@@ -425,7 +430,7 @@ def test_the_leader_lets_hosts_join_once_all_have_saved() -> None:
     budget.steps = [3]
     assert leader.admits() and not leader.admits(), "said once"
     assert leader.settle(Outcome(75)) == "wait"
-    others.said[1] = Report(75)
+    others.notices.said[1] = Report(75)
     assert leader.settle(Outcome(75)) == "again" and budget.admitted == [("c",)]
     assert others.notices.again and others.notices.ended is None
 
@@ -440,7 +445,7 @@ def test_a_host_that_was_asked_to_stop_leaves_and_the_others_start_again() -> No
     others, budget = Others(), Budget(0)
     others.least = 1
     leader, _ = member(others, budget)
-    others.said[1] = Report(75, stopped=True)
+    others.notices.said[1] = Report(75, stopped=True)
     assert leader.settle(Outcome(75)) == "again" and budget.left == [["b"]]
     assert others.notices.again and others.notices.ended is None
 
@@ -470,7 +475,7 @@ def test_a_host_that_waits_counts_for_one_that_leaves_unless_it_was_asked_to_sto
     others.beside = {SPARE, others.table.members[1]}
     others.notices.gone = () if stays else (SPARE,)
     leader, _ = member(others, budget)
-    others.said[1] = Report(75, stopped=True)
+    others.notices.said[1] = Report(75, stopped=True)
     assert leader.settle(Outcome(75)) == ("again" if stays else "end") and budget.left == ([["b"]] if stays else [])
 
 
@@ -491,7 +496,7 @@ def test_who_leads_and_was_asked_to_stop_leaves_where_the_meeting_outlives_it(sa
     others.least, others.outlives_leader = 1, True
     leader, interrupts = member(others, budget)
     interrupts.first = signal.SIGTERM
-    others.said[1] = Report(75) if saved else Report(76, CLOSED)
+    others.notices.said[1] = Report(75) if saved else Report(76, CLOSED)
     mine = Outcome(75) if saved else Outcome(76, CLOSED)
     assert leader.settle(mine) == "end" and leader.outcome == mine
     assert others.notices.again and others.notices.handed_over and others.notices.ended is None
@@ -513,7 +518,7 @@ def test_where_a_host_cannot_leave_all_stop(case: str) -> None:
     if case == "the leader, late":
         assert leader.settle(Outcome(code)) == "wait"
         interrupts.first = signal.SIGTERM
-    others.said[1] = Report(code, stopped=case != "the leader")
+    others.notices.said[1] = Report(code, stopped=case != "the leader")
     assert leader.settle(Outcome(code)) == "end" and others.notices.ended == Ending(code)
     assert budget.left == [] and not others.notices.again and not others.notices.handed_over
 
@@ -527,7 +532,7 @@ def test_a_run_whose_time_is_over_is_not_started_again_with_other_hosts(change: 
         others.waiting, budget.steps = ("c",), [3]
         assert leader.admits()
     budget.over = True
-    others.said[1] = Report(75, stopped=change == "leave")
+    others.notices.said[1] = Report(75, stopped=change == "leave")
     assert leader.settle(Outcome(75)) == "end" and others.notices.ended == Ending(75)
     assert not others.notices.again and (budget.admitted, budget.left) == ([], [])
 
@@ -538,7 +543,7 @@ def test_a_run_that_is_done_or_stopped_meanwhile_admits_nobody() -> None:
         leader, _ = member(others, budget)
         others.waiting, budget.steps = ("c",), [3]
         assert leader.admits()
-        others.said[1] = said
+        others.notices.said[1] = said
         assert leader.settle(Outcome(said.exit_code)) == "end" and budget.admitted == []
         assert leader.outcome == Outcome(said.exit_code)
 
@@ -548,7 +553,7 @@ def test_workers_are_ended_for_what_happens_elsewhere(monkeypatch: pytest.Monkey
     leader, _ = member(others)
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
     assert leader.look({}, {}) is None
-    others.said[1] = Report(76, KILLED)
+    others.notices.said[1] = Report(76, KILLED)
     assert leader.look({}, {}) == LINGER_SECONDS
     others.notices.ended = Ending(130)
     assert leader.look({}, {}) == 0.0
@@ -620,9 +625,10 @@ def test_who_hangs_on_another_host_is_named_on_all_and_blamed(tmp_path: Path, mo
     assert verdict == other and verdict.kind == "straggler"
     assert "rank 1 on b is busy at /home/me/task.py:31 in loss, and the others wait for it" in verdict.what
     assert any(line.startswith("rank 0 on a (pid 100") for line in verdict.evidence)
-    hosts.others[1].notices.report(1, 0, Report(0))  # type: ignore[attr-defined]
+    hosts.others[1].notices.report(1, 0, Report(0))
     assert hosts.members[1].settle(Outcome(0)) == "again"
-    (failure,) = {report.failure for report in hosts.others[1].said if report is not None}
+    told = hosts.others[1].notices.reports(1, 2)[1]
+    failure = None if told is None else told.failure
     assert failure is not None and (failure.rank, failure.host, failure.pid, failure.hung) == (1, "b", 101, True)
 
 
@@ -675,6 +681,19 @@ def test_a_host_that_says_nothing_is_named_and_nobody_else(tmp_path: Path, monke
     assert [leader.look({0: 100}, {0: 0}) for _ in range(2)] == [None, 0.0]
     assert "rank 1 on b is waited for, and that host says nothing" in hosts.told[0][0].what
     leader.settle(Outcome(0))
-    report = hosts.others[0].said[0]
+    report = hosts.others[0].notices.reports(1, 2)[0]
     assert report is not None and report.failure is not None
     assert (report.failure.rank, report.failure.host, report.failure.pid) == (1, "b", 9)
+
+
+def test_a_store_that_goes_while_hosts_wait_to_join_is_explained() -> None:
+    others = Others()
+
+    def ask_nobody() -> tuple[str, ...]:
+        raise StoreLostError("reset")
+
+    others.newcomers = ask_nobody  # type: ignore[method-assign]
+    budget = Budget(1)
+    budget.steps = [1]
+    with pytest.raises(ProcessError, match="explained: reset"):
+        member(others, budget)[0].admits()

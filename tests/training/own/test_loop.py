@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ import allranks
 from allranks import task_world
 from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.data.random_keys import seed_all
-from allranks.errors import TaskError
+from allranks.errors import CheckpointError, TaskError
 from allranks.run import Run
+from allranks.training.snapshot import Contents
 from tests.checkpointing.worlds import counted_reads
 from tests.distributed.pool import Pools
 from tests.training.own.cases import Net, Samples, count, everything, loss_of, refusal, sgd
@@ -116,6 +118,35 @@ def test_one_stream_has_one_end(pool: Pools, tmp_path: Path) -> None:
         ]
     ]
     assert saved(tmp_path / "run") == [4]
+
+
+def test_what_was_not_restored_is_not_saved(pool: Pools, tmp_path: Path) -> None:
+    """Another model than the checkpoint's: the loop may be left, or the right model named; nothing is kept of it."""
+
+    def case(fails: bool) -> list[str]:
+        found: list[str] = []
+        with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+            model = world.parallelize(Net())
+            optimizer = world.optimizer(model, sgd)
+            stream = world.stream(Samples(), global_batch=10, epochs=2)
+            if fails:
+                with mock.patch.object(Contents, "load", side_effect=CheckpointError("another model")):
+                    found += [refusal(lambda: world.resume(model, optimizer, stream))]
+                found += [refusal(lambda: world.save(every=1))]
+            found += [str(world.resume(model, optimizer, stream))]
+            for batch in stream:
+                train_on(world, model, optimizer, batch)
+                world.save(every=4)
+                if stream.step == 4 and not fails:
+                    break
+        return found
+
+    assert pool(1).run(case, False) == [["0"]]
+    (told,) = pool(1).run(case, True)
+    assert told[0] == "CheckpointError: another model" and told[1].startswith(
+        "TaskError: world.save() before world.resume"
+    )
+    assert told[2:] == ["4"] and saved(tmp_path / "run") == [4, 8]
 
 
 class Other(Samples):

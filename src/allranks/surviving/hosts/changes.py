@@ -94,4 +94,4 @@ class Changes:
         if first is not None and (first == SIGINT or not (self.has_said_stopped and company.outlives_leader)):
             return False
         staying = find_staying(company.table.members, leaving, company.presence, company.notices)
-        return len(staying) >= company.least and company.spares.can_train(staying)
+        return company.spares.suffice(staying, company.least)

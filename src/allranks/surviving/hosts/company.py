@@ -26,7 +26,7 @@ from allranks.errors import ProcessError
 from allranks.failure import TRANSIENT, Failure
 from allranks.surviving.hosts.backend import SealedBackend
 from allranks.surviving.hosts.doors import look_around
-from allranks.surviving.hosts.ending import Ending, Report, RunEnded
+from allranks.surviving.hosts.ending import Ending, RunEnded
 from allranks.surviving.hosts.farewell import is_over
 from allranks.surviving.hosts.handler import leave_round, make_handler
 from allranks.surviving.hosts.lead import Lead
@@ -146,8 +146,8 @@ class Company(QuietRendezvous):
         self.seated(table.workers[self.place])
         if not self.leads:
             self.tell(table.describe(self.place))
-        place = RendezvousStoreInfo(table.address, table.port)
-        return RendezvousInfo(table.assignments(), self.place, len(table.members), place)
+        store = RendezvousStoreInfo(table.address, table.port)
+        return RendezvousInfo(table.assignments(), self.place, len(table.members), store)
 
     def _meet(self) -> Table:
         """A round in which this host has a place, and all hosts reach each other."""
@@ -155,14 +155,16 @@ class Company(QuietRendezvous):
             try:
                 self._inner.next_rendezvous()
             except RendezvousTimeoutError:
-                if not self.presence.is_beside(self._node):
+                # However long others train, it may take the place of one: only since then it waits for hosts to come.
+                if not (self.presence.is_beside(self._node) or self._waiting.was_beside(self.guard.join_seconds)):
                     raise
-                continue  # others train: however long they do, it may take the place of one
+                continue
             table = self._seat(self.presence.state)
             if table is not None and self._node not in table.members:
                 self._waiting.is_spare(sum(table.workers))
                 self.presence.await_survivors(self._node, ())  # who trains knows whom the next round awaits
-                leave_round(self._inner)
+                with contextlib.suppress(RendezvousTimeoutError):  # to wait again makes it leave, with more patience
+                    leave_round(self._inner)
             elif table is not None and self._all_are_reached(table):
                 return table
 
@@ -184,9 +186,19 @@ class Company(QuietRendezvous):
         ending = self._waiting.asked_ending()
         if ending is None:
             return self.notices.ending() or Ending(TRANSIENT, message="the run has ended")
-        if self.leads or not self.presence.is_beside(self._node):
+        if self._is_needed():
             self.end(ending)
+        elif not self.presence.is_beside(self._node):
+            with contextlib.suppress(RendezvousError):
+                leave_round(self._inner)  # the others begin theirs without it
         return ending
+
+    def _is_needed(self) -> bool:
+        """Whether the others can begin no round without this host, which is asked to stop, or shall not."""
+        if self.leads or self.presence.is_beside(self._node):
+            return self.leads
+        here = self.presence.living({*self.presence.state.participants, *self.presence.state.wait_list})
+        return self._waiting.is_interrupted or not self.spares.suffice(sorted(here - {self._node}), self.least)
 
     def explain(self, error: Exception) -> ProcessError:
         """The one line on a store that has gone, or in which somebody else writes."""
@@ -268,18 +280,6 @@ class Company(QuietRendezvous):
         """The names of hosts that wait to join the round under way, and with which more workers would train."""
         waiting = self.presence.living(self.presence.state.wait_list) - {*self.table.members}
         return self.spares.let_in(self.table, waiting)
-
-    def report(self, report: Report) -> None:
-        """Say how this host's workers of this round ended."""
-        self.notices.report(self.table.number, self.place, report)
-
-    def in_trouble(self) -> bool:
-        """Whether workers of any host have failed in this round."""
-        return self.notices.in_trouble(self.table.number)
-
-    def reports(self) -> list[Report | None]:
-        """What each host of this round has said of its end; None: nothing yet."""
-        return self.notices.reports(self.table.number, len(self.table.members))
 
     def end(self, ending: Ending) -> None:
         """End the run for all hosts; the first word holds."""

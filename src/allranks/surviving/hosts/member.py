@@ -112,9 +112,9 @@ class Member:
             self._ending = self._company.notices.ending()
             if self._lost or self._hung or self._ending is not None:
                 return 0.0
-            in_trouble = self._company.in_trouble()
+            in_trouble = self._company.notices.in_trouble(self._company.table.number)
             if self._company.leads:
-                self._moments.look(self._company.reports if in_trouble else list)
+                self._moments.look(self._reports if in_trouble else list)
             return LINGER_SECONDS if in_trouble else None
         except (*LOST, *FORGED) as error:
             raise self._company.explain(error) from error
@@ -148,8 +148,11 @@ class Member:
         return self._supervisor.is_outdated(ruling, *self._workers)
 
     def admits(self) -> bool:
-        """As `Changes.admits`."""
-        return self._changes.admits()
+        """As `Changes.admits`. Raises ProcessError as `look`."""
+        try:
+            return self._changes.admits()
+        except (*LOST, *FORGED) as error:
+            raise self._company.explain(error) from error
 
     def settle(self, outcome: Outcome) -> Next:
         """All workers of this host have ended: whether it waits for the others, starts its workers again, or ends."""
@@ -168,7 +171,8 @@ class Member:
             self._reported_at = time.monotonic()
             failure = first_failure(filter(None, (outcome.first_failure, self._lost, self._hung)))
             self._changes.has_said_stopped = self._interrupts.first is not None
-            company.report(Report(outcome.exit_code, failure, self._changes.has_said_stopped))
+            report = Report(outcome.exit_code, failure, self._changes.has_said_stopped)
+            company.notices.report(company.table.number, company.place, report)
             if failure is not None and not company.leads:
                 company.tell(f"{failure.brief()}; the leader decides what follows")
         ending = company.notices.ending()
@@ -188,6 +192,11 @@ class Member:
             return self._leave(outcome)
         return "again" if starts_again or self._lost is not None or self._need_not_ask() else "wait"
 
+    def _reports(self) -> list[Report | None]:
+        """What each host of this round has said of its end; None: nothing yet."""
+        table = self._company.table
+        return self._company.notices.reports(table.number, len(table.members))
+
     def _leave(self, outcome: Outcome) -> Next:
         saved = "what all have saved" if outcome.exit_code == PREEMPTED else "the newest checkpoint"
         self._company.tell(f"this host leaves; the others go on from {saved}")
@@ -199,10 +208,8 @@ class Member:
 
         Else `look` finds out whether the leader is lost, which nobody would in the next round.
         """
-        company = self._company
-        if not company.in_trouble():
-            return False
-        return company.notices.has_reported(company.table.number, 0)
+        notices, number = self._company.notices, self._company.table.number
+        return notices.in_trouble(number) and notices.has_reported(number, 0)
 
     def _obey(self, ending: Ending, outcome: Outcome) -> Next:
         self.outcome = replace(ending.outcome(), others=outcome.others)
@@ -212,7 +219,7 @@ class Member:
         """The leader's: what follows for all. Whose time has ended, because it was frozen, ends here."""
         company = self._company
         company.seek()
-        reports = self._moments.look(company.reports)
+        reports = self._moments.look(self._reports)
         said = [report for report in reports if report is not None]
         failures = [report.failure for report in said if report.failure is not None]
         if not failures and self._lost is None:

@@ -4,12 +4,12 @@ A spare host is no member of the round: it waits for the next one, as one does t
 as soon as another is lost or leaves. Hosts that come while others train are let in only where more workers train then.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
-from allranks.errors import LayoutError
+from allranks.errors import AllranksError
 from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.seating import Seating
 from allranks.surviving.hosts.table import Table, host_of, key_of
@@ -51,10 +51,14 @@ class Spares:
         """Whether the layout takes workers of these hosts. Raises StoreLostError, SealError."""
         return sum(self._seats([*nodes][: self._most])) > 0
 
+    def suffice(self, nodes: Sequence[_NodeDesc], least: int) -> bool:
+        """Whether these hosts, `least` at least, can train. Raises StoreLostError, SealError."""
+        return len(nodes) >= least and self.can_train(nodes)
+
     def _seats(self, nodes: list[_NodeDesc]) -> tuple[int, ...]:
         try:
             return self._seating.seat([self._seating.workers_of(node) for node in nodes])
-        except LayoutError:
+        except AllranksError:  # they are too few, or the run's config cannot be read now
             return ()
 
     def news(self, table: Table) -> Verdict | None:

@@ -47,6 +47,15 @@ class Waiting:
         """Whether somebody has asked this host's command to stop."""
         return self.interrupts is not None and self.interrupts.first is not None
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether that was Ctrl-C, which is meant for all hosts."""
+        return self.interrupts is not None and self.interrupts.first == SIGINT
+
+    def was_beside(self, seconds: float) -> bool:
+        """Whether others have trained beside this host, which waits, within so many seconds."""
+        return self._beside_at > 0.0 and time.monotonic() - self._beside_at < seconds
+
     def asked_ending(self) -> Ending | None:
         """The end that was asked of it, or None."""
         if self.interrupts is None or self.interrupts.first is None:

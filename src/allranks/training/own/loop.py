@@ -82,7 +82,7 @@ class OwnLoop:
             logbook.say(f"warning: {warning}")
         contents = replace(contents, fingerprint=data.fingerprint)
         place = (self._ground.config.checkpoint, run.checkpoints, run.id, run.attempts)
-        self._saver = saver = Saver(contents, processes, *place, mirroring=mirroring)
+        saver = Saver(contents, processes, *place, mirroring=mirroring)
         if found is not None:
             for decision in contents.load(found):
                 logbook.say(f"warning: {decision}")
@@ -90,7 +90,7 @@ class OwnLoop:
             self.done = found.step
             logbook.write("resume", step=self.done, samples=found.manifest.samples, path=found.path.name)
             logbook.say(f"resumed at step {self.done:,}, sample {found.manifest.samples:,}, from {found.path.name}")
-        saver.prove = self._step.watch.prove
+        saver.prove, self._saver = self._step.watch.prove, saver  # last: what was not restored is not saved
         return self.done
 
     def batches(self) -> Generator[Any, None, None]:
