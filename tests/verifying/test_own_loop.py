@@ -2,6 +2,7 @@
 
 import threading
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,24 @@ def test_noise_goes_with_its_sample_when_samples_are_shuffled() -> None:
     for name, part in plain.steps[0].raw.items():
         assert torch.allclose(part.value, moved.steps[0].raw[name].value, rtol=1e-12, atol=1e-14), name
     assert plain.steps[0].rows == moved.steps[0].rows
+
+
+def test_permutations_that_are_drawn_again_are_noted_for_each_run_of_the_data_alone(tmp_path: Path) -> None:
+    def shuffled_by(seeds: list[int], rank: int, size: int, first: int = 0) -> Any:
+        steps: list[Any] = []
+        for seed in seeds:
+            order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
+            steps += [[(torch.arange(24.0).reshape(8, 3)[some], some % 2)] for some in order.split(4)]
+        return steps[first:]
+
+    def record(seeds: list[int]) -> Any:
+        def stepping(model: Any, optimizer: Any, batches: Any) -> float:
+            torch.randperm(9, generator=torch.Generator().manual_seed(0))  # not for the order of any samples
+            return step(model, optimizer, batches)
+
+        program = Program(build, stepping, partial(shuffled_by, seeds), save=save, load=load)
+        return run(program, folder=str(tmp_path / str(seeds)))
+
+    right, wrong = record([0, 1]), record([5, 5])
+    assert right.redrawn == right.resumed.redrawn == []  # the resume draws them all once more
+    assert wrong.redrawn == wrong.resumed.redrawn == [8]

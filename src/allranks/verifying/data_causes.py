@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from allranks.stepping.feeding import SEEDED
+from allranks.verifying.epoch_causes import period_of
 from allranks.verifying.evidence import Evidence, largest
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.gradient_causes import common_factor
@@ -144,31 +145,13 @@ def _overlap(ranks: Sequence[StepRecord]) -> str:
 
 def _epoch_repeats(evidence: Evidence) -> str:
     """In words, where the ranks' order of samples begins anew and one device's does not."""
-    period = _period([step.rows for step in evidence.ranks[0].steps])
-    alone = _period([step.rows for step in evidence.one.run.steps])
+    period = period_of([step.rows for step in evidence.ranks[0].steps])
+    alone = period_of([step.rows for step in evidence.one.run.steps])
     if period and period != alone:
         return (
             f"rank 0 is fed the same samples every {period} steps, one device {f'every {alone}' if alone else 'never'}"
         )
     return ""
-
-
-def _period(steps: Sequence[Sequence[int]]) -> int:
-    """After how many steps the same samples come in the same order again; 0 for never."""
-    for period in range(1, len(steps)):
-        if all(list(steps[i]) == list(steps[i + period]) for i in range(len(steps) - period)):
-            return period
-    return 0
-
-
-def judge_epochs(evidence: Evidence) -> list[Finding]:
-    """Whether ranks shuffle every epoch as the one before, which a sampler may do on one device too."""
-    told = [run.repeated_epochs for run in evidence.ranks]
-    if evidence.world.size < 2 or not any(told):
-        return []
-    epochs = sorted({epoch for some in told for epoch in some})
-    said = f"a DistributedSampler that shuffles has begun epoch {epochs[0]} again: its next epoch has the same order"
-    return [found("S1", "the ranks' samples come in the same order in every epoch", said)]
 
 
 def judge_seeds(evidence: Evidence) -> list[Finding]:

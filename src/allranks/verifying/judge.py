@@ -8,7 +8,6 @@ import torch
 
 from allranks.verifying.assembly import Mismatch, allowance
 from allranks.verifying.data_causes import (
-    judge_epochs,
     judge_fed,
     judge_samples,
     judge_seeds,
@@ -16,6 +15,7 @@ from allranks.verifying.data_causes import (
 )
 from allranks.verifying.drawn_causes import judge_draws, judge_dropping
 from allranks.verifying.end_causes import judge_evaluation, judge_resume
+from allranks.verifying.epoch_causes import judge_epochs
 from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.gradient_causes import explain_gradients

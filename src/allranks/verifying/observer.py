@@ -11,6 +11,7 @@ import torch
 
 from allranks.verifying.early_names import renaming
 from allranks.verifying.loader_watch import LoaderWatch, torch_digest
+from allranks.verifying.permutation_watch import PermutationWatch
 from allranks.verifying.recording import Draw
 
 NOISE = ("randn", "rand", "randn_like", "rand_like")
@@ -38,6 +39,7 @@ class Observer:
         own_noise: whether that holds of generators of the program's own, too; these draws are recorded.
         on_clip: called with (parameters, norm) before torch's clipping scales gradients.
         loaders: what torch's loaders and samplers do.
+        permutations: those that are drawn while data is made.
         compiled: whether some dropouts are compiled: these let everything pass, and are not noted.
         drawing: whether it draws itself at this moment, in place of the program and without any effect on it.
     """
@@ -47,6 +49,7 @@ class Observer:
     rows: Callable[[], Sequence[int]] = lambda: ()
     on_clip: Callable[[Sequence[torch.Tensor], torch.Tensor], None] = lambda parameters, norm: None
     loaders: LoaderWatch = field(default_factory=LoaderWatch)
+    permutations: PermutationWatch = field(default_factory=PermutationWatch)
     own_noise: bool = False
     compiled: bool = False
     drawing: bool = False
@@ -84,6 +87,7 @@ class Observer:
         replaced |= {getattr(torch, name): self._by_sample(getattr(torch, name)) for name in NOISE}
         with ExitStack() as stack:
             stack.enter_context(self.loaders.watching())
+            stack.enter_context(self.permutations.watching())
             stack.enter_context(patch.object(clip_grad, "_clip_grads_with_norm_", clipping))
             stack.enter_context(renaming(replaced))
             for owner, names in ((functional, ("scaled_dot_product_attention", *DROPOUTS)), (torch, NOISE)):

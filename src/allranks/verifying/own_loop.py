@@ -168,6 +168,7 @@ class OwnLoop:
         """
         program, setting, first = self.program, self.setting, self.record.first
         self.observer.loaders.reset()
+        self.observer.permutations.reset()
         steps = iter(program.steps(self.rank, self.size, first))
         for index in range(first, setting.num_steps):
             if index > first and index in saves and program.save is not None and not self.record.saved_before:
@@ -177,7 +178,8 @@ class OwnLoop:
                 self.record.saved_before = index
             self.observer.feed([])  # what makes a batch draws for no sample that is in work
             seeds = look.generator_digests()
-            batches = next(steps, None)
+            with self.observer.permutations.making():
+                batches = next(steps, None)
             if batches is None:
                 break
             self._step = StepRecord(seeds=seeds, drew=self._drew(seeds, look.generator_digests()))
@@ -193,6 +195,7 @@ class OwnLoop:
             self._after_update()
             self.record.steps.append(self._step)
         self.record.repeated_epochs = list(self.observer.loaders.repeated)
+        self.record.redrawn = self.observer.permutations.redrawn
         self.record.compiled = self.observer.compiled
 
     def _noting_given(self) -> AbstractContextManager[None]:

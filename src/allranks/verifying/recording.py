@@ -123,6 +123,7 @@ class RunRecord:
         saved_before: the step before which it was saved; 0: it was not.
         resumed: the same steps once more, from that save on; None where nobody has loaded it.
         repeated_epochs: epochs that a shuffling sampler has begun once more, without having been told of the next.
+        redrawn: lengths of permutations that were drawn more than once with the same values while the data was made.
         compiled: whether some dropouts are compiled, and tell nothing.
         given: digests of what modules are given in the first step (given.py); empty where that says nothing.
         error: why the process could not go on, in one line; "" where it could.
@@ -137,6 +138,7 @@ class RunRecord:
     saved_before: int = 0
     resumed: "RunRecord | None" = None
     repeated_epochs: list[int] = field(default_factory=list)
+    redrawn: list[int] = field(default_factory=list)
     compiled: bool = False
     given: list[int] = field(default_factory=list)
     error: str = ""
