@@ -2,6 +2,7 @@
 
 twin: task_text.py
 verify: --layout ddp --nproc 2
+refused: returns a mean over targets
 """
 
 import torch

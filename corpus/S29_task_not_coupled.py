@@ -2,6 +2,7 @@
 
 twin: task_contrastive.py
 verify: --layout ddp --nproc 2
+refused: the loss couples the samples of a batch
 """
 
 import torch

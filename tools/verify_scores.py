@@ -48,7 +48,8 @@ def render_scores(document: Mapping[str, Any]) -> str:
 
 
 def _counts(score: Mapping[str, Any]) -> Iterator[str]:
-    yield f"- caught: {score['caught']} of {score['wrong']} wrong programs ({score['refused']} refused before they ran)"
+    refused = f"{score['refused']} refused for it before they ran"
+    yield f"- caught: {score['caught']} of {score['wrong']} wrong programs ({refused})"
     yield f"- kinds of which every program is caught: {score['kinds_caught']} of {score['kinds']}"
     yield f"- named rightly: {score['named_first']} by the first finding, {score['named']} by any"
     yield f"- false alarms: {score['false_alarms']} of {score['clean']} runs of clean programs"

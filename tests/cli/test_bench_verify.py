@@ -150,6 +150,17 @@ def test_the_exit_code_says_whether_anything_has_to_be_mended(
     assert "false alarms: 1 of 1 runs of clean programs" in capsys.readouterr().out
 
 
+def test_a_program_that_is_broken_otherwise_than_it_says_is_not_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text('"""Clean: a.\n\nas in: --nproc 1\n"""\n')
+    (tmp_path / "S08_a.py").write_text('"""S8: a.\n\ntwin: a.py\nverify: --nproc 2\n"""\nbuild = step = data = None\n')
+    assert main(["bench", "verify", "."]) == 1
+    out = capsys.readouterr().out
+    assert "caught: 0 of 1 wrong programs" in out and "not verified: 1" in out
+
+
 def test_sentinels_keep_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "verify", str(CORPUS / "watched"), "--sentinels", "--record", str(tmp_path / "kept.jsonl")]
     assert main(words) == 2

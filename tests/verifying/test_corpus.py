@@ -25,6 +25,9 @@ def test_a_program_says_what_it_is(tmp_path: Path) -> None:
     wrong = write(tmp_path, "S08_means.py", "S8: means of means.", "", "twin: right.py", "verify: --nproc 2")
     entry = read_entry(wrong)
     assert entry == Entry(wrong, "S8", "means of means.", "right.py", ("--nproc 2",))
+    refused = write(tmp_path, "S09_mean.py", "S9: a mean.", "", "twin: right.py", "verify: ddp=1", "refused: a mean of")
+    assert read_entry(refused) == Entry(refused, "S9", "a mean.", "right.py", ("ddp=1",), refused="a mean of")
+    refused.unlink()
     write(tmp_path, "blocks.py", "Blocks that others import.")
     assert [(e.name, e.kind, len(e.runs)) for e in read_corpus(tmp_path)] == [
         ("S08_means", "S8", 1),
@@ -41,6 +44,8 @@ def test_a_program_says_what_it_is(tmp_path: Path) -> None:
         ("S41_a.py", ["S41: a.", "twin: S41_a.py", "verify: --nproc 2"], "S41 is none of the 40 kinds"),
         ("a.py", ["Clean: a.", "unseen: it is not there"], "a clean program has no"),
         ("S08_a.py", ["S8: a.", "twin: S08_a.py", "verify: --nproc 2", "unseen: hm"], "exclude each other"),
+        ("S08_a.py", ["S8: a.", "twin: S08_a.py", "unseen: hm", "refused: a mean"], "`refused:` says how"),
+        ("a.py", ["Clean: a.", "verify: --nproc 2", "refused: a mean"], "is never `unseen:` or `refused:`"),
         ("a.py", ["Clean: a.", "verify: --gpus 2"], "--gpus: expected --layout"),
         ("a.py", ["Clean: a.", "verify: --nproc two"], "expected a number"),
         ("a.py", ["Clean: a.", "verify: --nproc 0"], "--nproc 0: give at least 1"),

@@ -18,7 +18,9 @@ RIGHT = Result("right", "clean", "--nproc 2", 0, seconds=1.5)
         (replace(WRONG, kinds=("S9",)), "caught", False, False),
         (replace(WRONG, exit_code=0, kinds=()), "missed", False, False),
         (replace(WRONG, exit_code=3, kinds=()), "not verified", False, False),
-        (replace(WRONG, exit_code=2, kinds=()), "refused", False, False),
+        (replace(WRONG, exit_code=2, kinds=(), refused_for_it=True), "refused", False, False),
+        (replace(WRONG, exit_code=2, kinds=()), "not verified", False, False),
+        (replace(WRONG, exit_code=78, kinds=(), refused_for_it=True), "not verified", False, False),
         (replace(WRONG, exit_code=1, kinds=()), "not verified", False, False),
         (replace(WRONG, exit_code=76, kinds=()), "not verified", False, False),
         (replace(WRONG, exit_code=78, kinds=()), "not verified", False, False),
@@ -41,14 +43,15 @@ def test_an_outcome(result: Result, outcome: str, named_first: bool, named: bool
 def test_counts() -> None:
     missed = replace(WRONG, name="S08_other", exit_code=0, kinds=())
     other = replace(WRONG, name="S09_means", kind="S9", kinds=("S8", "S9"))
-    refused = replace(WRONG, name="S10_a", kind="S10", exit_code=2, kinds=())
+    refused = replace(WRONG, name="S10_a", kind="S10", exit_code=2, kinds=(), refused_for_it=True)
+    otherwise = replace(refused, name="S10_b", refused_for_it=False)
     unseen = replace(WRONG, name="S39_a", kind="S39", exit_code=None, run="", seconds=0.0)
     accused = replace(RIGHT, name="left", exit_code=1, kinds=("S8",))
     unknown = replace(RIGHT, name="odd", exit_code=3)
-    found = score([WRONG, missed, other, refused, unseen, RIGHT, accused, unknown])
+    found = score([WRONG, missed, other, refused, otherwise, unseen, RIGHT, accused, unknown])
     assert found == Score(
-        wrong=4, caught=3, refused=1, named_first=1, named=2, clean=3, false_alarms=1, unverified=1, unseen=1,
-        kinds=3, kinds_caught=2, seconds=12.5,
+        wrong=5, caught=3, refused=1, named_first=1, named=2, clean=3, false_alarms=1, unverified=2, unseen=1,
+        kinds=3, kinds_caught=1, seconds=14.5,
     )  # fmt: skip
     assert not found.perfect
 
@@ -56,7 +59,7 @@ def test_counts() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [replace(WRONG, exit_code=0), replace(RIGHT, exit_code=1, kinds=("S8",))]
-    + [replace(WRONG, exit_code=code, kinds=()) for code in (1, 3, 76, 78, 93)]
+    + [replace(WRONG, exit_code=code, kinds=()) for code in (1, 2, 3, 76, 78, 93)]
     + [replace(RIGHT, exit_code=code) for code in (1, 2, 3, 76)],
 )
 def test_perfect_is_all_caught_and_nobody_accused(wrong: Result) -> None:

@@ -1,5 +1,6 @@
 """Running a folder of programs: what is known is not run again, and what is refused is a result."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,17 @@ def test_a_result_is_what_verify_said(entries: list[Entry]) -> None:
         assert run_one(entry, "", Verify(broken)).outcome == "not verified"
     refused = run_one(entry, "", Verify(TaskError("no model " * 100)))
     assert refused.outcome == "false alarm" and refused.said.endswith("...") and len(refused.said) == 240
+
+
+def test_only_a_refusal_for_its_mistake_is_a_catch(entries: list[Entry]) -> None:
+    wrong = replace(entries[1], kind="S9", refused="returns a mean")
+    rightly = run_one(wrong, "", Verify(TaskError(f"{'Task.' * 60}loss returns a mean over targets")))
+    assert rightly.outcome == "refused" and rightly.right and "returns a mean" not in rightly.said
+    for entry in (wrong, replace(wrong, refused="")):
+        otherwise = run_one(entry, "", Verify(ConfigError("no key train.sedd: did you mean train.seed?")))
+        assert otherwise.outcome == "not verified" and not otherwise.right
+    assert run_one(wrong, "", Verify(ProcessError("it returns a mean"))).outcome == "not verified"
+    assert run_one(wrong, "", Verify(Answer((found("S9", "this"),)))).outcome == "caught"
 
 
 def test_a_record_of_other_bytes_has_no_results(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def _print_table(
 def describe(total: "Score") -> list[str]:
     """The counts in words."""
     return [
-        f"caught: {total.caught} of {total.wrong} wrong programs ({total.refused} of them refused), "
+        f"caught: {total.caught} of {total.wrong} wrong programs ({total.refused} of them refused for it), "
         f"{total.kinds_caught} of {total.kinds} kinds whole",
         f"named rightly: {total.named_first} by the first finding, {total.named} by any",
         f"false alarms: {total.false_alarms} of {total.clean} runs of clean programs",

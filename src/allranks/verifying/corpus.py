@@ -8,8 +8,10 @@ Each file says in its docstring what it is and how it is verified, one `key: val
     verify: --nproc 2               as after `allranks verify FILE`; several lines are several runs
     '''
 
-`unseen: REASON` in place of `verify:` is a program of which one machine cannot show that it is wrong. A clean program
-has no number in its name, and no twin. Other files of the folder are no programs where they have neither line.
+`refused: WORDS` beside `verify:` says that verify refuses the program for its mistake, and names it with these words:
+such a refusal counts as caught, and no other does. `unseen: REASON` in place of `verify:` is a program of which one
+machine cannot show that it is wrong. A clean program has no number in its name, and no twin. Other files of the folder
+are no programs where they have neither line.
 """
 
 import ast
@@ -27,7 +29,7 @@ from allranks.verifying.findings import KINDS, OTHER
 DEFAULT_STEPS = 4
 CLEAN = "clean"
 _NUMBERED = re.compile(r"S(\d\d)_\w+")
-_KEY = re.compile(r"(twin|verify|unseen): (.+)")
+_KEY = re.compile(r"(twin|verify|refused|unseen): (.+)")
 _OPTIONS = ("--layout", "--nproc", "--steps")
 
 
@@ -43,6 +45,7 @@ class Entry:
         twin: the file of the clean program beside it; "" of a clean one.
         runs: how it is verified, each as words after `allranks verify FILE`.
         unseen: why one machine cannot show it; "" where it can.
+        refused: words with which verify refuses it for its mistake; "" where it does not.
     """
 
     path: Path
@@ -51,6 +54,7 @@ class Entry:
     twin: str = ""
     runs: tuple[str, ...] = ()
     unseen: str = ""
+    refused: str = ""
 
     @property
     def name(self) -> str:
@@ -88,7 +92,7 @@ def read_entry(path: Path) -> Entry | None:
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path.name} is not Python: {error}") from None
     said = [match.groups() for line in lines if (match := _KEY.fullmatch(line.strip()))]
-    values = {key: [value for name, value in said if name == key] for key in ("twin", "verify", "unseen")}
+    values = {key: [value for name, value in said if name == key] for key in ("twin", "verify", "refused", "unseen")}
     if not values["verify"] and not values["unseen"]:
         return None
     numbered = _NUMBERED.fullmatch(path.stem)
@@ -96,7 +100,8 @@ def read_entry(path: Path) -> Entry | None:
     if kind != CLEAN and kind not in KINDS:
         raise ConfigError(f"{path.name}: {kind} is none of the {len(KINDS) - 1} kinds")
     entry = Entry(path, kind, lines[0].partition(": ")[2] or lines[0], "".join(values["twin"][:1]),
-                  tuple(values["verify"]), "".join(values["unseen"][:1]))  # fmt: skip
+                  tuple(values["verify"]), "".join(values["unseen"][:1]),
+                  "".join(values["refused"][:1]))  # fmt: skip
     if problem := _contradiction(entry):
         raise ConfigError(f"{path.name}: {problem}")
     for words in entry.runs:
@@ -107,8 +112,11 @@ def read_entry(path: Path) -> Entry | None:
 def _contradiction(entry: Entry) -> str:
     if entry.runs and entry.unseen:
         return "`verify:` and `unseen:` exclude each other"
+    if entry.refused and not entry.runs:
+        return "`refused:` says how `verify:` ends, which is not there"
     if entry.clean:
-        return "a clean program has no `twin:` and is never `unseen:`" if entry.twin or entry.unseen else ""
+        others = entry.twin or entry.unseen or entry.refused
+        return "a clean program has no `twin:`, and is never `unseen:` or `refused:`" if others else ""
     if not entry.twin or not (entry.path.parent / entry.twin).is_file():
         return f"its `twin:` has to name a clean program beside it, and is '{entry.twin}'"
     return ""

@@ -27,6 +27,7 @@ class Result:
         seconds: that it took.
         twin: the clean program beside it.
         what: is wrong with it, or what it is.
+        refused_for_it: whether a refusal has the words in which, by the program's own docstring, it names the mistake.
     """
 
     name: str
@@ -38,17 +39,20 @@ class Result:
     seconds: float = 0.0
     twin: str = ""
     what: str = ""
+    refused_for_it: bool = False
 
     @property
     def outcome(self) -> str:
         """caught, refused, missed; clean, false alarm (refused, too); not verified, unseen.
 
         Whatever ends verify otherwise than in an answer (a lost peer, user code that raises: 1, without a finding) says
-        nothing of the program: it is not verified.
+        nothing of the program: it is not verified. Neither does a refusal of a wrong program for anything else than its
+        mistake, such as a name in it that is not there.
         """
         if self.exit_code is None:
             return UNSEEN
-        accused = bool(self.kinds) if self.exit_code == EXIT_DIFFERS else self.exit_code == EXIT_REFUSED
+        refused = self.exit_code == EXIT_REFUSED and (self.kind == CLEAN or self.refused_for_it)
+        accused = bool(self.kinds) if self.exit_code == EXIT_DIFFERS else refused
         if not accused and self.exit_code != EXIT_EQUAL:
             return UNVERIFIED
         if self.kind == CLEAN:
@@ -88,12 +92,12 @@ class Score:
 
     Attributes:
         wrong: runs of wrong programs that one machine can show.
-        caught: of them, those that are refused before they run included.
-        refused: of them.
+        caught: of them, those that are refused for their mistake before they run included.
+        refused: of them, those.
         named_first, named: of them, by the first and by any finding.
         clean: runs of clean programs.
         false_alarms: of them.
-        unverified: runs of which verify could say nothing.
+        unverified: runs of which verify could say nothing, or that it has refused for something else.
         unseen: wrong programs that one machine cannot show.
         kinds: kinds with a program that can be shown.
         kinds_caught: kinds of which every such program is caught.

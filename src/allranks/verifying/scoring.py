@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -87,7 +87,8 @@ def run_one(entry: Entry, words: str, verify: Verify) -> Result:
     try:
         answer = verify(request, steps)
     except AllranksError as error:
-        return result(error.exit_code, str(error))
+        for_it = bool(entry.refused) and entry.refused in str(error)
+        return replace(result(error.exit_code, str(error)), refused_for_it=for_it)
     verdict = answer.unverified or (answer.findings[0].verdict if answer.findings else None)
     why = "" if verdict is None else verdict.what
     if answer.unverified is not None:
