@@ -51,11 +51,13 @@ def test_how_runs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         Watched("e", "clean", "", 0, ("samples",), 3),
         Watched("f", "clean", "", 2),
         Watched("g", "S1", "", None, said="a loop"),
+        Watched("h", "S9", "", 2, said="a mean", refused_for_it=True),
+        Watched("i", "S9", "", 2, said="another"),
     ]
-    outcomes = ["caught", "caught", "missed", "clean", "false alarm", "failed", "not watched"]
+    outcomes = ["caught", "caught", "missed", "clean", "false alarm", "failed", "not watched", "refused", "failed"]
     assert [one.outcome for one in found] == outcomes
     assert count(found) == {
-        **dict.fromkeys(outcomes, 1), "caught": 2, "latest step": 16, "named rightly": 2, "of them first": 1,
+        **dict.fromkeys(outcomes, 1), "caught": 2, "failed": 2, "latest step": 16, "named rightly": 2, "of them first": 1,
         "median cost in % of a step": 1.5,
     }  # fmt: skip
     assert "median cost in % of a step" not in count(found[2:])

@@ -32,9 +32,9 @@ STEPS, EVERY = 24, 4
 LIMIT_SECONDS = 600.0
 DEFAULT_PROCESSES = 2
 FIXED = (f"guard.digest_every={EVERY}", "guard.on_finding=warn", "evaluate.every=0", f"checkpoint.every={2 * EVERY}")
-CAUGHT, MISSED, SILENT, FALSE_ALARM, FAILED = "caught", "missed", "clean", "false alarm", "failed"
-NOT_WATCHED = "not watched"
-OUTCOMES = (CAUGHT, MISSED, SILENT, FALSE_ALARM, FAILED, NOT_WATCHED)
+CAUGHT, REFUSED, MISSED, SILENT, FALSE_ALARM = "caught", "refused", "missed", "clean", "false alarm"
+FAILED, NOT_WATCHED = "failed", "not watched"
+OUTCOMES = (CAUGHT, REFUSED, MISSED, SILENT, FALSE_ALARM, FAILED, NOT_WATCHED)
 RAW_LOOP = "a loop of its own, in which nothing of allranks runs: sentinels watch Tasks, and loops by allranks.join"
 JOINED_LOOP = "a loop by allranks.join, which says itself when ranks are compared: run it, and its sentinels tell"
 
@@ -57,6 +57,7 @@ class Watched:
         kinds: that the findings name, in their order, the likeliest first.
         cost: of the sentinels in a step, as a part of its time, with rounds as rare as they are by default; None where
             that was not measured. Steps of small programs are short, so that it is a larger part of them.
+        refused_for_it: whether it was not trained for its mistake, in the words of the program's docstring.
     """
 
     name: str
@@ -70,17 +71,21 @@ class Watched:
     what: str = ""
     kinds: tuple[str, ...] = ()
     cost: float | None = None
+    refused_for_it: bool = False
 
     @property
     def outcome(self) -> str:
-        """caught, missed; clean, false alarm; failed: it ended without a word of a sentinel; not watched."""
+        """caught, refused, missed; clean, false alarm; not watched.
+
+        failed: it ended without a word of a sentinel; refused: so it did, and for its mistake, of which training tells.
+        """
         if self.exit_code is None:
             return NOT_WATCHED
         clean = self.kind == CLEAN
         if self.sentinels:
             return FALSE_ALARM if clean else CAUGHT
         if self.exit_code:
-            return FAILED
+            return REFUSED if self.refused_for_it and not clean else FAILED
         return SILENT if clean else MISSED
 
     @property
@@ -155,6 +160,7 @@ def watch(entry: Entry, words: str, steps: int) -> Watched:
         what=entry.what,
         kinds=tuple(dict.fromkeys(kind for event in found for kind in kinds_named(event["kind"], event["what"]))),
         cost=cost,
+        refused_for_it=bool(done.returncode and entry.refused and entry.refused in done.stderr),
     )
 
 
