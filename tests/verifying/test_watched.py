@@ -11,7 +11,7 @@ from allranks.config_guard import SENTINELS
 from allranks.verdict import FINDINGS
 from allranks.verifying import watched
 from allranks.verifying.corpus import Entry, read_corpus, read_entry
-from allranks.verifying.watched import Watched, count, is_task, watch, watch_all
+from allranks.verifying.watched import STEPS, Watched, count, is_task, watch, watch_all
 
 CORPUS = Path(__file__).parents[2] / "corpus"
 DUE = {  # program -> the sentinel that has to catch it, and the step in which it has to at the latest
@@ -25,6 +25,12 @@ DUE = {  # program -> the sentinel that has to catch it, and the step in which i
     "S39_flipped_bit": ("replicas", 12),
 }
 RESULTS = CORPUS.parent / "bench" / "results" / "watched.json"
+
+
+def clean_tasks() -> list[Entry]:
+    """Of corpus/ and the sets beside it, but for what is all watched together."""
+    folders = (CORPUS, CORPUS / "heldout", CORPUS / "unseen")
+    return [entry for folder in folders for entry in read_corpus(folder, {"clean"}) if is_task(entry.path)]
 
 
 def test_every_kind_of_finding_is_a_sentinels() -> None:
@@ -57,8 +63,8 @@ def test_how_runs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = ["caught", "caught", "missed", "clean", "false alarm", "failed", "not watched", "refused", "failed"]
     assert [one.outcome for one in found] == outcomes
     assert count(found) == {
-        **dict.fromkeys(outcomes, 1), "caught": 2, "failed": 2, "latest step": 16, "named rightly": 2, "of them first": 1,
-        "median cost in % of a step": 1.5,
+        **dict.fromkeys(outcomes, 1), "caught": 2, "failed": 2, "latest step": 16, "named rightly": 2,
+        "of them first": 1, "median cost in % of a step": 1.5,
     }  # fmt: skip
     assert "median cost in % of a step" not in count(found[2:])
     document = found[1].to_json()
@@ -123,5 +129,15 @@ def test_all_that_is_wrong_is_caught_and_nothing_else() -> None:
     assert [one.name for one in found if one.kind != "clean" and not one.named] == []
     # DDP ends the program whose layer is made anew, a step after its sentinel: a run that fails has no cost.
     assert [one.name for one in found if one.cost is None] == ["S12_layer_made_anew"]
-    clean = list(watch_all([entry for entry in read_corpus(CORPUS, {"clean"}) if is_task(entry.path)]))
-    assert [one for one in clean if one.outcome != "clean"] == []
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [pytest.param(one, words, id=f"{one.name} {words}") for one in clean_tasks() for words in one.runs],
+)
+def test_no_sentinel_accuses_a_clean_task(entry: Entry, words: str) -> None:
+    found = watch(entry, words, STEPS)
+    assert (found.outcome, found.sentinels, found.exit_code) == ("clean", (), 0), found
