@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -116,6 +117,20 @@ def test_samples_are_told_apart_by_what_they_are(watch: PermutationWatch) -> Non
         for _ in range(2):
             random.Random(0).shuffle([[number] for number in range(N)])
         assert watch.redrawn == []
+
+
+def test_samples_that_are_known_by_their_place_in_memory_keep_it(watch: PermutationWatch) -> None:
+    class Sample:
+        """Another one than any other."""
+
+    samples = [Sample() for _ in range(N)]
+    last = weakref.ref(samples[-1])
+    with watch.making():
+        random.Random(0).shuffle(samples)
+    samples.clear()
+    assert last() is not None
+    watch.reset()
+    assert last() is None
 
 
 def test_digests_are_of_values_and_their_order() -> None:

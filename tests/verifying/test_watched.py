@@ -24,7 +24,22 @@ DUE = {  # program -> the sentinel that has to catch it, and the step in which i
     "S38_decay_of_one_rank": ("steps", 4),
     "S39_flipped_bit": ("replicas", 12),
 }
+SEEN = {  # wrong Task of corpus/, written for verify -> what is said of it where sentinels watch
+    "S03_task_shards_itself": "missed",
+    "S05_task_own_generator": "missed",
+    "S09_task_mean": "refused",
+    "S23_task_rate": "missed",
+    "S25_task_local": "missed",
+    "S29_task_not_coupled": "refused",
+    "S30_task_metric_of_batches": "missed",
+}
 RESULTS = CORPUS.parent / "bench" / "results" / "watched.json"
+TASKS = CORPUS.parent / "bench" / "results" / "watched_tasks.json"
+
+
+def wrong_tasks() -> list[Entry]:
+    """Of corpus/."""
+    return [entry for entry in read_corpus(CORPUS) if not entry.clean and is_task(entry.path)]
 
 
 def clean_tasks() -> list[Entry]:
@@ -106,6 +121,12 @@ def test_in_the_stored_run_all_are_caught_in_time() -> None:
     assert_due({row["name"]: (row["sentinels"], row["step"]) for row in rows if row["kind"] != "clean"})
 
 
+def test_in_the_stored_run_of_the_corpus_wrong_tasks_are_seen_as_they_are_pinned() -> None:
+    rows = json.loads(TASKS.read_text())["results"]
+    wrong = {row["name"]: row["outcome"] for row in rows if row["kind"] != "clean" and row["outcome"] != "not watched"}
+    assert wrong == SEEN and SEEN.keys() == {entry.name for entry in wrong_tasks()}
+
+
 @pytest.mark.full
 @pytest.mark.distributed
 def test_a_scheduler_of_its_own_is_caught_by_the_real_command() -> None:
@@ -141,3 +162,12 @@ def test_all_that_is_wrong_is_caught_and_nothing_else() -> None:
 def test_no_sentinel_accuses_a_clean_task(entry: Entry, words: str) -> None:
     found = watch(entry, words, STEPS)
     assert (found.outcome, found.sentinels, found.exit_code) == ("clean", (), 0), found
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("entry", wrong_tasks(), ids=lambda entry: entry.name)
+def test_of_a_wrong_task_of_the_corpus_that_is_seen_which_is_pinned(entry: Entry) -> None:
+    found = [watch(entry, words, STEPS) for words in entry.runs]
+    assert {one.outcome for one in found} == {SEEN[entry.name]}, found

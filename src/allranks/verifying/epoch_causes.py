@@ -33,10 +33,8 @@ def _shuffled_again(evidence: Evidence) -> str:
     period = period_of(steps)
     epoch, known = steps[:period], {row for rows in steps[:period] for row in rows}
     number = sum(map(len, epoch))
-    if not period or any(record.packed for some in records for record in some):
-        return ""
-    if 2 * len(known) <= number:
-        return ""  # samples that are alike come again in any order
+    if 2 * len(known) <= number or any(record.packed for some in records for record in some):
+        return ""  # no period; or samples that are alike, and come again in any order
     # Of full batches there may have been a last one that was not, and was dropped; a sampler may repeat some samples.
     dropped = len(epoch[0]) if len({len(rows) for rows in epoch}) == 1 else 1
     fits = [length for length in firsts[0].redrawn if number - len(firsts) < length < number + dropped]
