@@ -203,6 +203,40 @@ def test_heads_in_a_config_count_too() -> None:
         styles(module)
 
 
+COUNTS = [
+    *("n_head", "nhead", "num_head", "nb_head", "nHead", "_n_head", "number_of_head", "head_num", "head_count"),
+    *(
+        "n_kv_head",
+        "num_kv_head",
+        "n_head_kv",
+        "num_query_head",
+        "num_attention_head",
+        "heads_kv",
+        "kv_heads",
+        "nheads",
+    ),
+]
+NO_COUNTS = ["head", "head_dim", "dim_head", "head_size", "heads_dim", "num_head_channels", "h", "overhead", "n_ahead"]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_heads_that_do_not_divide_are_refused_by_whatever_name(name: str) -> None:
+    for holder in ("the module", "its config"):
+        feed: Any = Feed()
+        feed.config = SimpleNamespace()
+        setattr(feed if holder == "the module" else feed.config, name, 3)
+        with pytest.raises(LayoutError, match=re.escape(f"layers.0 has {name}=3, which tp(2) does not divide")):
+            styles(model_of(feed))
+        assert styles(model_of(feed), 3) == {"layers.0.up": "colwise", "layers.0.down": "rowwise"}
+
+
+@pytest.mark.parametrize(("name", "value"), [*((name, 3) for name in NO_COUNTS), ("n_head", True), ("n_head", 3.0)])
+def test_what_is_no_number_of_heads_may_be_odd(name: str, value: object) -> None:
+    feed: Any = Feed()
+    setattr(feed, name, value)
+    assert styles(model_of(feed)) == {"layers.0.up": "colwise", "layers.0.down": "rowwise"}
+
+
 def test_an_embedding_that_scales_by_rows_of_others_is_refused() -> None:
     module = model_of(nn.Embedding(5, 4, max_norm=1.0))
     with pytest.raises(LayoutError, match="max_norm or scale_grad_by_freq"):

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from allranks.parallel.precision import choose_precision
-from allranks.parallel.whole import shake, shake_part, square_of, whole_gradients
+from allranks.parallel.whole import float32_products, shake, shake_part, square_of, whole_gradients
 
 
 def build() -> Any:
@@ -71,3 +72,15 @@ def test_an_output_may_be_any_tree() -> None:
     leaves = {"logits": torch.full((2,), 3.0), "more": (torch.tensor(4.0), torch.tensor(7), None)}
     assert square_of(leaves) == torch.tensor(34.0, dtype=torch.float64)
     assert square_of(None) == 0
+
+
+def test_no_product_is_made_in_tf32_while_a_gpu_is_compared_with_a_processor() -> None:
+    cudnn: Any = torch.backends.cudnn
+    conv, before = cudnn.conv, cudnn.conv.fp32_precision
+    with float32_products(torch.device("cpu")):
+        assert conv.fp32_precision == before
+    with pytest.raises(ZeroDivisionError), float32_products(torch.device("cuda")):
+        assert conv.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "ieee"
+        1 / 0  # noqa: B018
+    assert conv.fp32_precision == before != "ieee"
+    assert torch.backends.cudnn.allow_tf32

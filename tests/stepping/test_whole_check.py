@@ -273,18 +273,6 @@ def test_a_batch_that_lies_on_a_device_is_brought_to_the_processor(pool: Pools) 
         assert any("computes what the whole one does" in said for said in found)
 
 
-def test_no_product_is_made_in_tf32_while_a_gpu_is_compared_with_a_processor() -> None:
-    cudnn: Any = torch.backends.cudnn
-    conv, before = cudnn.conv, cudnn.conv.fp32_precision
-    with whole_check._float32_products(torch.device("cpu")):
-        assert conv.fp32_precision == before
-    with pytest.raises(ZeroDivisionError), whole_check._float32_products(torch.device("cuda")):
-        assert conv.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "ieee"
-        1 / 0  # noqa: B018
-    assert conv.fp32_precision == before != "ieee"
-    assert torch.backends.cudnn.allow_tf32
-
-
 class Beside(nn.Module):
     """A frozen layer's output reaches every block; `around`: what the first one makes is used beside them, too."""
 

@@ -7,6 +7,7 @@ Megatron-LM (arXiv 1909.08053); the arithmetic is that of `torch.nn.functional.m
 """
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ from allranks.parallel.tensor_ops import enter, gather, leave
 PACKED = 3  # query, key and value
 _HEADS = 1
 _PER_HEAD = 3  # dims of a mask that tells heads apart
+
+# num_heads, kv_heads; n_head, nhead, num_kv_head, n_head_kv; head_num, head_count.
+_COUNT = re.compile(r"heads|(^|_)(n|nb|num|number)_?(\w+_)?head(_(kv|q|query|key|value))?$|head_(num|number|count)$")
+_NO_COUNT = re.compile(r"(^|_)(dim|dims|size|width|channels|features|index|idx|id)(_|$)")
 
 # Activations of torch's layers that are functions, not modules.
 _ELEMENTWISE = frozenset(["relu", "relu6", "gelu", "silu", "elu", "selu", "leaky_relu", "mish", "tanh", "sigmoid"])
@@ -42,6 +47,13 @@ def why_not_heads(module: nn.Module) -> str:
     if module.bias_k is not None:
         return "has add_bias_kv, keys and values beside the heads'"
     return "has add_zero_attn, keys and values beside the heads'" if module.add_zero_attn else ""
+
+
+def counts_heads(attribute: str, value: object) -> bool:
+    """Whether an attribute says how many heads there are (num_heads, n_head), not how large one is (head_dim)."""
+    name = attribute.lower()
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return is_number and _COUNT.search(name) is not None and _NO_COUNT.search(name) is None
 
 
 def has_feed_forward(module: nn.Module) -> bool:

@@ -26,7 +26,7 @@ from allranks.hints import TensorStyle
 from allranks.losses import ChunkedHead
 from allranks.parallel.anew import made_anew, made_before_forward
 from allranks.parallel.blocks import CONTAINERS
-from allranks.parallel.tensor_attention import has_feed_forward, why_not_heads
+from allranks.parallel.tensor_attention import counts_heads, has_feed_forward, why_not_heads
 from allranks.parallel.tensor_own_plan import read_own_plan, tie_embeddings
 
 STYLES: tuple[TensorStyle, ...] = get_args(TensorStyle)
@@ -258,8 +258,7 @@ def _check_heads(named: Mapping[str, nn.Module], plan: TensorPlan, degree: int) 
     for parent in sorted(parents):
         for holder in (named[parent], getattr(named[parent], "config", None)):
             for attribute, value in sorted(vars(holder).items()) if holder is not None else ():
-                counts = "heads" in attribute and isinstance(value, int) and not isinstance(value, bool)
-                if counts and value % degree:
+                if counts_heads(attribute, value) and value % degree:
                     what = f"{parent or 'the model'} has {attribute}={value}"
                     raise LayoutError(f"{what}, which tp({degree}) does not divide; {_fitting(value)}")
 

@@ -1,8 +1,10 @@
 """The user's model as one process has it: built again, uncut, to compare with."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,10 +79,29 @@ def whole_gradients(
     for name, parameter in module.named_parameters():
         shake(parameter.detach(), name, parameter.shape, tuple(slice(None) for _ in parameter.shape))
     loss = loss_of(module)
-    loss.backward()
+    if loss.requires_grad:
+        loss.backward()
     norms = {
         name: float(torch.linalg.vector_norm(parameter.grad)) if parameter.grad is not None else 0.0
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
     return WholeGradients(float(loss.detach()), norms)
+
+
+@contextmanager
+def float32_products(device: torch.device) -> Iterator[None]:
+    """No TF32 inside: cuDNN's convolutions take it where nobody asked (torch's CUDA notes), a processor never."""
+    if device.type != "cuda":
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    kinds: tuple[Any, ...] = (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)
+    before = [kind.fp32_precision for kind in kinds]
+    for kind in kinds:
+        kind.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for kind, was in zip(kinds, before, strict=True):
+            kind.fp32_precision = was

@@ -60,17 +60,24 @@ class Passes(ABC):
         """Run every micro-step of `batch`; `scale` multiplies each loss before its backward (law 3)."""
 
 
+def call_with(module: Callable[..., object], arguments: Arguments) -> object:
+    """What `module` gives for forward's arguments."""
+    return module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
+
+
 @dataclass(frozen=True)
 class Forward:
     """The user's forward and loss under the run's precision, on the run's device.
 
     Attributes:
         inputs: batch -> forward's arguments, as `resolve_inputs` found them.
+        call: (module, arguments) -> its output; another one only to look at what a module computes.
     """
 
     task: Task
     spread: Spread
     inputs: Callable[[object], Arguments]
+    call: Callable[[Callable[..., object], Arguments], object] = call_with
 
     def place(self, batch: object) -> object:
         """The batch's tensors on the device (float64 where that is the precision), sequences cut as the layout says."""
@@ -98,7 +105,7 @@ class Forward:
             return self._through_stages(batch)
         arguments = self.inputs(batch)
         with self.autocast():
-            return module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
+            return self.call(module, arguments)
 
     def run_stage(self, batch: object, stage: int, received: Payload) -> Any:
         """What a stage of a pipeline sends on, or the last one's output in at least float32."""

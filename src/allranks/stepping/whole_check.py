@@ -12,9 +12,8 @@ this way. A loss that looks at several of them is found before, whatever the mod
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from allranks.errors import LayoutError
 from allranks.parallel.pipeline import Payload
 from allranks.parallel.spread import Spread, is_gpu
 from allranks.parallel.stage_transport import signature_of
-from allranks.parallel.whole import WholeGradients, square_of, whole_gradients
+from allranks.parallel.whole import WholeGradients, float32_products, square_of, whole_gradients
 from allranks.stepping.alike import everyones
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.sequence_loss import advise_loss
@@ -59,6 +58,23 @@ _OF_LARGEST = 1e-3
 _ROUTED = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is compared.
+
+    Attributes:
+        what: a name for the batch.
+        value: what the loss is called, where it is another one.
+        strict: whether an error of the whole model is raised, where the run's devices are processors, too.
+        lowest: the type in which the forward computes by its own code, where it is a lower one.
+    """
+
+    what: str
+    value: str = "loss"
+    strict: bool = True
+    lowest: torch.dtype | None = None
+
+
 def check_whole(forward: Forward, samples: Sequence[Any], seed: int, flops_per_sample: float | None) -> Decision:
     """Compare with one process; collective over the world, every rank with the same samples.
 
@@ -74,11 +90,11 @@ def check_whole(forward: Forward, samples: Sequence[Any], seed: int, flops_per_s
     """
     samples = list(samples)[:NUM_SAMPLES]
     flops = None if flops_per_sample is None else flops_per_sample * len(samples)
-    return compare_whole(forward, forward.task.collate(samples), seed, flops, what=f"{len(samples)} samples")
+    return compare_whole(forward, forward.task.collate(samples), seed, flops, Asked(f"{len(samples)} samples"))
 
 
-def compare_whole(forward: Forward, batch: Any, seed: int, flops: float | None, *, what: str) -> Decision:
-    """The same on a batch, `what` it is called; `flops` of a forward and a backward on it; collective likewise."""
+def compare_whole(forward: Forward, batch: Any, seed: int, flops: float | None, asked: Asked) -> Decision:
+    """The same on a batch; `flops` of a forward and a backward on it; collective likewise."""
     layout, device = forward.spread.mesh.layout, forward.spread.device
     if flops is None:  # a small model is soon run, whatever it computes
         parameters = sum(math.prod(entry.shape) for entry in forward.spread.map.values())
@@ -91,11 +107,11 @@ def compare_whole(forward: Forward, batch: Any, seed: int, flops: float | None, 
         if flops == math.inf:
             because = "what one process would need for that could not be counted, and the model is large"
         return pass_uncompared(forward.spread, because)
-    with forward.spread.shaken(), _float32_products(device):
+    with forward.spread.shaken(), float32_products(device):
         found = _spread_gradients(forward, batch)
     told, because = torch.zeros(7, dtype=torch.float64), "rank 0's processor cannot run the whole model"
     if forward.spread.mesh.rank == 0:
-        whole, relative = _try_whole(forward, batch, seed), _tolerance(forward)
+        whole, relative = _try_whole(forward, batch, seed, strict=asked.strict), _tolerance(forward, asked.lowest)
         if isinstance(whole, str):
             because, told[0] = f"{because} ({whole})", UNABLE
         else:
@@ -107,15 +123,16 @@ def compare_whole(forward: Forward, batch: Any, seed: int, flops: float | None, 
     if index == UNABLE:
         return pass_uncompared(forward.spread, because)
     if index >= 0:
-        name = ["the loss", *(f"the gradient of {name}" for name in found.norms)][int(index)]
-        same_loss, same_output = (abs(a - b) <= _tolerance(forward) * abs(b) for a, b in (pairs[:2], pairs[2:]))
+        name = [f"the {asked.value}", *(f"the gradient of {name}" for name in found.norms)][int(index)]
+        relative = _tolerance(forward, asked.lowest)
+        same_loss, same_output = (abs(a - b) <= relative * abs(b) for a, b in (pairs[:2], pairs[2:]))
         if layout.cp > 1 and same_output and not same_loss:
             name, (mine, expected) = "the loss", pairs[:2]
         raise LayoutError(
             f"layout {layout} does not compute what one process computes: {name} is {mine:.6g}, and {expected:.6g} for "
             f"the whole model. {_advise(forward.spread, same_loss=same_loss, same_output=same_output)}"
         )
-    because = f"loss and {len(found.norms)} gradients of {what} agree"
+    because = f"{asked.value} and {len(found.norms)} gradients of {asked.what} agree"
     return Decision("the cut model computes what the whole one does", because)
 
 
@@ -157,8 +174,8 @@ def _advise(spread: Spread, *, same_loss: bool, same_output: bool) -> str:
     )
 
 
-def _tolerance(forward: Forward) -> float:
-    dtype = forward.spread.precision.compute or forward.spread.precision.parameters
+def _tolerance(forward: Forward, lowest: torch.dtype | None) -> float:
+    dtype = lowest or forward.spread.precision.compute or forward.spread.precision.parameters
     routed = forward.spread.experts is not None and dtype is not torch.float64
     return max(_RELATIVE[dtype], _ROUTED) if routed else _RELATIVE[dtype]
 
@@ -175,7 +192,7 @@ def _worst(found: WholeGradients, whole: WholeGradients, relative: float) -> tup
     return (float(largest), *pairs[largest][:2]) if errors[largest] > 1 else (-1.0, 0.0, 0.0)
 
 
-def _try_whole(forward: Forward, batch: Any, seed: int) -> WholeGradients | str:
+def _try_whole(forward: Forward, batch: Any, seed: int, *, strict: bool = True) -> WholeGradients | str:
     """What one process computes; or why a processor cannot, where the run's devices are others.
 
     What is made for GPUs alone (FlexAttention's backward, a kernel in Triton, a loss that has a tensor there) is no
@@ -184,27 +201,9 @@ def _try_whole(forward: Forward, batch: Any, seed: int) -> WholeGradients | str:
     try:
         return _whole(forward, batch, seed)
     except Exception as error:
-        if not is_gpu(forward.spread.device):
+        if strict and not is_gpu(forward.spread.device):
             raise
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-
-
-@contextmanager
-def _float32_products(device: torch.device) -> Iterator[None]:
-    """No TF32 inside: cuDNN's convolutions take it where nobody asked (torch's CUDA notes), a processor never."""
-    if device.type != "cuda":
-        yield
-        return
-    cudnn: Any = torch.backends.cudnn
-    kinds: tuple[Any, ...] = (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)
-    before = [kind.fp32_precision for kind in kinds]
-    for kind in kinds:
-        kind.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for kind, was in zip(kinds, before, strict=True):
-            kind.fp32_precision = was
 
 
 def _whole(forward: Forward, batch: Any, seed: int) -> WholeGradients:
@@ -216,7 +215,7 @@ def _whole(forward: Forward, batch: Any, seed: int) -> WholeGradients:
     def loss_of(module: torch.nn.Module) -> torch.Tensor:
         arguments = forward.inputs(placed)
         with precision.autocast("cpu"):
-            output = module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
+            output = forward.call(module, arguments)
         squares.append(square_of(output))
         return task.loss(precision.cast_output(output), placed)
 
@@ -267,7 +266,8 @@ def _backward(forward: Forward, placed: Any, module: torch.nn.Module) -> tuple[t
     if spread.stages is None:
         output = spread.precision.cast_output(forward.raw(placed, module))
         loss = forward.task.loss(output, placed)
-        (loss * cp).backward()
+        if loss.requires_grad:
+            (loss * cp).backward()
         return loss.detach().double(), square_of(whole_logits(output))
     found = [(nothing, nothing)]
 

@@ -5,20 +5,17 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import allranks
-from allranks.parallel.spread import Spread
 from allranks.run import Run
 from allranks.training.door import World
-from allranks.training.own.driven import Driven, _code_of, share_batch
+from allranks.training.own.driven import Driven, _code_of
 from allranks.verifying.parity import RecordedStep, compare
 from allranks.verifying.reference import ReferenceStep
 from tests.distributed.pool import Pools
@@ -343,26 +340,6 @@ def unlike(folder: str) -> str:
 def test_ranks_agree_on_whether_metrics_are_new(pool: Pools, tmp_path: Path) -> None:
     for found in pool(2).run(unlike, str(tmp_path / "run")):
         assert found.startswith("LayoutError: layout cp=2 does not measure what one process measures")
-
-
-def test_a_batch_of_any_type_is_shared(pool: Pools) -> None:
-    """Neither NCCL nor gloo sends integers of 16 bits."""
-
-    def case() -> list[Any]:
-        rank = dist.get_rank()
-        mesh = SimpleNamespace(data_group=dist.group.WORLD, rank=rank)
-        batch = {
-            "levels": torch.tensor([[1, -2], [3, 4]], dtype=torch.int16)[: 2 - rank],
-            "tokens": torch.tensor([65000, rank, 1], dtype=torch.uint16)[::2],
-            "flags": torch.tensor([rank == 0, True]),
-            "scale": torch.tensor(0.5 - rank, requires_grad=True),
-            "none": torch.zeros(0, 3 + rank),
-            "word": "one",
-        }
-        shared = share_batch(batch, cast(Spread, SimpleNamespace(mesh=mesh, device=torch.device("cpu"))))
-        return [value.tolist() if isinstance(value, torch.Tensor) else value for value in shared.values()]
-
-    assert pool(2).run(case) == [[[[1, -2], [3, 4]], [65000, 1], [True, True], 0.5, [], "one"]] * 2
 
 
 def test_the_code_of_metrics_is_that_of_what_is_bound() -> None:

@@ -4,7 +4,6 @@ Under cp each process gets a part of every sequence, and under pp a stage of the
 line `model(batch)` could mean.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,20 +11,20 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
-from allranks.checkpointing.exchange import broadcast_bytes
 from allranks.data.random_keys import generators_kept
-from allranks.errors import TaskError
 from allranks.parallel.compiled import uncompiled
 from allranks.parallel.spread import Spread
 from allranks.stepping.flops import count_flops
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss, check_sequence_metrics
-from allranks.stepping.whole_check import UNCOMPARED, compare_whole, pass_uncompared
+from allranks.stepping.whole_check import UNCOMPARED, Asked, compare_whole, pass_uncompared
+from allranks.training.own.first_calls import FirstCalls
 from allranks.training.own.forward import Loss, OwnTask, check_loss, check_number, make_forward
-from allranks.training.own.models import OwnModels, Start
+from allranks.training.own.models import OwnModels, needs_run
+from allranks.training.own.same_batch import share_batch
+from allranks.training.own.starts import Start
 from allranks.verdict import Decision
 
 Metrics = Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]
@@ -37,6 +36,9 @@ class Driven:
 
     Args:
         decide: told what is found out on the first batch.
+
+    Attributes:
+        calls: the first calls of models, where a loop makes them itself.
     """
 
     def __init__(self, models: OwnModels, decide: Callable[[Decision], None]) -> None:
@@ -44,6 +46,7 @@ class Driven:
         self._decide = decide
         self._forward: Forward | None = None
         self._compared: set[object] = set()
+        self.calls = FirstCalls(models, decide)
 
     def forward(self, batch: Any) -> Forward:
         """The forward for batches like this one; what there is to find out on the first one is; collective then.
@@ -81,36 +84,39 @@ class Driven:
     def compare(self, batch: Any, loss: Loss) -> None:
         """Once, before the first update: does the cut model compute what the whole one does? Collective.
 
-        Where sequences are cut, the loss of whole ones is compared with the sum over their parts first. Where the
-        values are not those of the start any more (after a resume), no more is compared, and that is said.
+        Under pp and cp; where the model can be called, its first call is compared. Where sequences are cut, the loss of
+        whole ones is compared with the sum over their parts first. Where the values are not those of the start any more
+        (after a resume), no more is compared, and that is said.
 
         Raises:
             LayoutError: on every rank, naming what differs.
         """
-        start = self._models.take_start()
+        trained = self._models.trained
+        start = self._models.starts.pop(trained, None) if needs_run(trained.mesh.layout) else None
         if start is not None:
             with uncompiled():
                 self._compare(start, batch, loss)
+            self._models.go_on()
 
     def _compare(self, start: Start, batch: Any, loss: Loss) -> None:
         spread = self._models.trained
+        why_not = start.why_not(spread)
         if spread.context is not None:
             with self._models.driving():
                 number = partial(_number, loss)
                 self._decide(check_sequence_loss(self.forward(batch), batch, number, what="the first micro-batch"))
-        if not _on_all(start.is_untouched(spread), spread):
+        if why_not:
             with self._models.driving():
                 self.forward(batch)  # under pp it is followed for what another stage has and does not send
-            self._decide(pass_uncompared(spread, "its values are not those with which it was spread"))
+            self._decide(pass_uncompared(spread, why_not))
             self._check_positions(batch)
             return
         with self._models.driving(), generators_kept(spread.bare()):
-            task = OwnTask(lambda output, own: check_loss("run", loss(output, own)), start.whole)
+            task = OwnTask(lambda output, own: check_loss("run", loss(output, own)), start.whole.module)
             forward = replace(self.forward(batch), task=task)
             shared = share_batch(batch, spread)
             flops = count_flops(forward, shared, 1)
-            what = "the first micro-batch"
-            whole = compare_whole(forward, shared, 0, flops, what=what)
+            whole = compare_whole(forward, shared, 0, flops, Asked("the first micro-batch"))
         self._decide(whole)
         if whole.what == UNCOMPARED:
             self._check_positions(batch)
@@ -145,28 +151,3 @@ def _on_all(flag: bool, spread: Spread) -> bool:
     told = torch.tensor(float(flag), device=spread.device)
     dist.all_reduce(told, dist.ReduceOp.MIN)
     return bool(told.item())
-
-
-def share_batch(batch: Any, spread: Spread) -> Any:
-    """The first data-parallel rank's batch on all of them, whose own may have a sample more or less; collective.
-
-    Raises:
-        TaskError: on the rank whose batch is built otherwise.
-    """
-    group = spread.mesh.data_group
-    if group is None:
-        return batch
-    leaves, spec = pytree.tree_flatten(batch)
-    mine = [[list(leaf.shape), str(leaf.dtype)] if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    theirs = json.loads(broadcast_bytes(json.dumps(mine).encode(), group, spread.device))
-    if [kind and kind[1:] for kind in theirs] != [kind and kind[1:] for kind in mine]:
-        raise TaskError(f"world.run: a batch on rank {spread.mesh.rank} is built otherwise than on another rank")
-    first = dist.get_rank(group) == 0
-    shared = list(leaves)
-    for place, kind in enumerate(theirs):
-        if kind is not None:
-            own = leaves[place]
-            shared[place] = own.contiguous() if first else own.new_empty(kind[0])
-            # As bytes: neither NCCL nor gloo has integers of 16 bits, which a batch may hold.
-            dist.broadcast(shared[place].detach().reshape(-1).view(torch.uint8), group=group, group_src=0)
-    return pytree.tree_unflatten(shared, spec)

@@ -69,6 +69,7 @@ def evaluate_own(ground: Ground, step: OwnStep, dataset: Any, measure: Measure, 
             return measure(ground.place(micro_step.batch))
 
     before = step.weight
+    step.driven.calls.watch()
     try:
         # In the middle of a step, before its forward, say: that has to draw what it draws without.
         with ground.models.evaluating(), generators_kept():

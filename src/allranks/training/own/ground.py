@@ -1,6 +1,5 @@
 """What a world stands on: its processes, its configuration, and what its calls share."""
 
-import copy
 import difflib
 import os
 import pathlib
@@ -32,8 +31,9 @@ from allranks.stepping.alike import check_same_start
 from allranks.stepping.remarks import describe_idle_keys
 from allranks.stepping.world import Processes, gather_processes
 from allranks.training.own.links import Links
-from allranks.training.own.models import OwnModels, needs_run
+from allranks.training.own.models import OwnModels
 from allranks.training.own.run import open_own_run
+from allranks.training.own.starts import Whole, copy_whole
 from allranks.verdict import Decision
 
 JOINED: list[object] = []  # the World, at most one: a process is in one at a time
@@ -88,7 +88,9 @@ class Ground:
         self.models.check_new(module, mesh.layout)
         lists = {name: hints[name] for name in ("blocks", "split_before", "optional")}
         check_names("world.parallelize({}=)", lists, {"tensor": hints["tensor"], "sequence_dims": sequence_dims})
-        whole = copy.deepcopy(module).cpu() if needs_run(mesh.layout) and self.processes.rank == 0 else None
+        whole = None
+        if mesh.layout.cuts_model:
+            whole = copy_whole(module) if self.processes.rank == 0 else Whole()
         self.models.sequence_dims = sequence_dims
         spread = parallelize(
             lambda: module,

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -17,6 +16,7 @@ from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.parallel.spread import Spread
 from allranks.stepping.guards import LearntBuffers
 from allranks.stepping.passes import buffers_kept
+from allranks.training.own.starts import Start, Whole
 
 
 def needs_run(layout: Layout) -> bool:
@@ -25,44 +25,19 @@ def needs_run(layout: Layout) -> bool:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A model as it was before it was spread, to compare with.
-
-    Attributes:
-        whole: it, on rank 0; None elsewhere.
-        sums: logical name -> the sum of what this rank holds of it, and that of its squares.
-    """
-
-    whole: nn.Module | None
-    sums: Mapping[str, tuple[float, float]]
-
-    @staticmethod
-    def sums_of(spread: Spread) -> dict[str, tuple[float, float]]:
-        """As they are now."""
-        found = {}
-        for name in spread.map:
-            part = spread.local(name).double()  # one at a time: all of them are twice the model in float32
-            found[name] = float(part.sum()), float(part.square().sum())
-        return found
-
-    def is_untouched(self, spread: Spread) -> bool:
-        """Whether the spread model has the values that it had."""
-        return self.sums == self.sums_of(spread)
-
-
-@final
 class OwnModels:
     """What `world.parallelize` has spread so far.
 
     Attributes:
         sequence_dims: entry of a batch -> the dim of its positions, where cp does not find it.
+        starts: models that are cut and have not been compared yet, as they were.
+        is_evaluating: whether an evaluation is at work.
     """
 
     def __init__(self) -> None:
         self.sequence_dims: Mapping[str, int] = {}
-        self._start: Start | None = None
-        self._is_driven = False
+        self.starts: dict[Spread, Start] = {}
+        self.is_evaluating = self._is_driven = self._is_last = False
         self._trained: Spread | None = None
         self._frozen: list[Spread] = []
         self._learnt: list[LearntBuffers] = []  # of the first of them
@@ -94,12 +69,13 @@ class OwnModels:
                 "into one nn.Module"
             )
 
-    def add(self, spread: Spread, whole: nn.Module | None = None) -> nn.Module:
-        """Keep a spread module; returns what is to be called. `whole`: rank 0's copy of it, as it was before."""
+    def add(self, spread: Spread, whole: Whole | None = None) -> nn.Module:
+        """Keep a spread module; returns what is to be called. `whole`: rank 0's copy, where it is to be compared."""
         called = spread.modules[""]
         if needs_run(spread.mesh.layout):
             called.register_forward_pre_hook(self._check_driven, prepend=True)
-            self._start = Start(whole, Start.sums_of(spread))
+        if whole is not None:
+            self.starts[spread] = Start.of(spread, whole)
         self._known.update(called.modules())
         if not spread.trainable():
             self._frozen.append(spread)
@@ -141,11 +117,6 @@ class OwnModels:
                 "processes: use world.run(batch, loss), which makes both"
             )
 
-    def take_start(self) -> Start | None:
-        """The trained model as it was before it was spread, once; None where there is nothing to compare."""
-        start, self._start = self._start, None
-        return start
-
     @contextmanager
     def driving(self) -> Iterator[None]:
         """Inside, forwards are the world's own."""
@@ -155,9 +126,15 @@ class OwnModels:
         finally:
             self._is_driven = before
 
-    def forget_calls(self) -> None:
-        """From here on `check_called` wants a new forward."""
-        self._was_called = False
+    def begin_forward(self, last: bool) -> None:
+        """A micro-batch goes out, the step's last or not; from here on `check_called` wants a new forward."""
+        self._was_called, self._is_last = False, last
+        self.trained.synchronise(last)
+
+    def go_on(self) -> None:
+        """After a forward and backward that count as none: what was said of the micro-batch that is out holds again."""
+        if self._trained is not None:
+            self._trained.synchronise(self._is_last)
 
     def check_called(self) -> None:
         """Refuse a loss that was computed past DDP: nobody would reduce its gradients. Raises TaskError."""
@@ -194,6 +171,7 @@ class OwnModels:
         ]
         for part, _ in modes:
             part.training = False
+        self.is_evaluating = True
         try:
             with ExitStack() as kept:
                 for spread in self.all():
@@ -201,6 +179,7 @@ class OwnModels:
                     spread.batch_norms.average()
                 yield
         finally:
+            self.is_evaluating = False
             for part, training in modes:
                 part.training = training
             self.reshard()

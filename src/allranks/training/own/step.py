@@ -26,7 +26,6 @@ from allranks.training.own.driven import Driven
 from allranks.training.own.forward import Loss, Targets, check_callable, check_loss, check_targets, count_targets
 from allranks.training.own.ground import Ground
 from allranks.training.own.links import Links
-from allranks.training.own.models import needs_run
 from allranks.training.own.staged import Staged
 from allranks.training.own.turn import FinishedStep, Turn
 from allranks.training.own.watch import OwnWatch
@@ -42,6 +41,7 @@ class OwnStep:
         averages: what follows the parameters; at most one.
         links: of replicas that send each other less than their gradients.
         watch: the sentinels, which look right after the last backward of a step.
+        driven: makes forwards itself, and sees the first of those that the loop makes.
     """
 
     def __init__(self, ground: Ground, driven: Driven, agreement: Agreement, watch: OwnWatch) -> None:
@@ -51,7 +51,7 @@ class OwnStep:
         self.links = Links(agreement)
         self.watch = watch
         self._models = ground.models
-        self._driven = driven
+        self.driven = driven
         self._staged: Staged | None = None
         self._agreement = agreement
         self._device = ground.device
@@ -100,8 +100,8 @@ class OwnStep:
         last = index == len(self._batch.micro_steps) - 1
         turn = self._turn = Turn(micro_step, last)
         self.weight = micro_step.weight
-        self._models.trained.synchronise(last)
-        self._models.forget_calls()
+        self._models.begin_forward(last)
+        self.driven.calls.watch()
         for spread in self._models.all():
             if spread.stages is None:  # a pipeline enters it for each of its own forwards
                 turn.forward.enter_context(micro_forward(spread, micro_step.weight))
@@ -125,11 +125,9 @@ class OwnStep:
         """Forward, loss and backward of the batch that is out, as `World.run` says; collective."""
         turn = self._given("run")
         check_callable(loss)
-        if needs_run(self._models.trained.mesh.layout):
-            self._driven.compare(batch, loss)
-            self._models.trained.synchronise(turn.last)
+        self.driven.compare(batch, loss)
         with self._models.driving():
-            forward = self._driven.forward(batch)
+            forward = self.driven.forward(batch)
             if forward.spread.stages is not None:
                 return self._add_to_pipeline(forward, turn, batch, loss, count_targets(batch, targets))
             placed = forward.place(batch)
@@ -151,6 +149,7 @@ class OwnStep:
 
     def _accumulate(self, loss: torch.Tensor, count: int, turn: Turn) -> None:
         self._models.check_called()
+        self.driven.calls.end()
         self._check_kept()
         self._run_backward(loss, turn, count)
         if turn.last and self._batch is not None:

@@ -225,8 +225,8 @@ class World:
         """Forward, `loss(output, batch)` and backward in one call, under every layout; this rank's loss; collective.
 
         Forward's arguments are found as for a Task. Under pp a step's batches pass together when its last one is here;
-        until then their losses are nan. Before the first update under pp and cp, a micro-batch is compared with what
-        the whole model computes: rank 0 keeps a copy until then.
+        until then their losses are nan. Before the first update of a model that is cut (tp, pp, cp, ep) it is
+        compared with the whole one, of which rank 0 keeps a copy until then; under tp and ep any first call is.
 
         Args:
             loss: a SUM over the targets of the batch that it is given: under cp this rank's positions of it.
