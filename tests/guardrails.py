@@ -355,3 +355,48 @@ def documents(base: ast.expr, method: str, classes: Mapping[str, ast.ClassDef]) 
         return False
     own = any(isinstance(n, ast.FunctionDef) and n.name == method and ast.get_docstring(n) for n in owner.body)
     return own or any(documents(other, method, classes) for other in owner.bases)
+
+
+def check_marks(tests: Path) -> list[str]:
+    """Nothing is `full` as a whole and in part: then its short cases, which `sample` or a case's mark is for, are gone.
+
+    What is marked as a whole is a function, its class, or its module by `pytestmark`; in part, by `sample` or by a case
+    that is marked `full`, in the decorator itself or in a list of the module that it names.
+    """
+    complaints = []
+    for path in sorted(tests.rglob("test_*.py")):
+        tree = parse(path.read_text(), str(path))
+        lists = {name: value for node in tree.body for name, value in assigned(node).items()}
+        whole = "pytestmark" in lists and is_marked(lists["pytestmark"], "full")
+        for node, within in marked_definitions(tree.body, whole):
+            decorators = ast.Tuple(list(node.decorator_list))
+            cases = [case for call in ast.walk(decorators) if isinstance(call, ast.Call) for case in call.args]
+            named = [lists[n.id] for case in cases for n in ast.walk(case) if isinstance(n, ast.Name) and n.id in lists]
+            in_part = ["sample"] if is_marked(decorators, "sample") else []
+            in_part += ["full in a case"] if any(is_marked(case, "full") for case in (*cases, *named)) else []
+            if within and in_part:
+                place = f"{path.relative_to(tests).as_posix()}:{node.lineno}"
+                complaints.append(f"{place}: {node.name} is full as a whole, and {' and '.join(in_part)}")
+    return complaints
+
+
+def assigned(node: ast.stmt) -> dict[str, ast.expr]:
+    """Name -> value, of `a = value` and of `a: kind = value`."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+    return {target.id: value for target in targets if isinstance(target, ast.Name) and value is not None}
+
+
+def marked_definitions(body: list[ast.stmt], whole: bool) -> Iterator[tuple[Definition, bool]]:
+    """Every function and class, with whether it is marked `full` as a whole, by itself or by what it stands in."""
+    for node in body:
+        if isinstance(node, Definition):
+            own = whole or any(ast.unparse(decorator) == "pytest.mark.full" for decorator in node.decorator_list)
+            yield node, own
+            if isinstance(node, ast.ClassDef):
+                yield from marked_definitions(node.body, own)
+
+
+def is_marked(node: ast.AST, word: str) -> bool:
+    """Whether `pytest.mark.<word>` stands somewhere in it."""
+    return any(isinstance(n, ast.Attribute) and ast.unparse(n) == f"pytest.mark.{word}" for n in ast.walk(node))

@@ -65,6 +65,10 @@ def test_public_docstrings() -> None:
     assert guardrails.check_docstrings(SOURCE) == []
 
 
+def test_nothing_is_full_as_a_whole_and_in_part() -> None:
+    assert guardrails.check_marks(ROOT / "tests") == []
+
+
 def torch_free_modules(root: Path) -> list[str]:
     """The dotted names of the modules that must not import torch or numpy, as far as they are there."""
     free = [guardrails.PACKAGE]
@@ -206,6 +210,47 @@ def test_docstrings_can_fail(bad: Path) -> None:
         "training/bare.py:1: Bare has no docstring",
         "training/bare.py:2: Bare.method has no docstring",
         "verifying/heir.py:14: Heir.untold has no docstring",
+    ]
+
+
+MARKED = """
+import pytest
+LONG: list = [1, pytest.param(2, marks=pytest.mark.full)]
+
+@pytest.mark.full
+@pytest.mark.sample(2)
+def test_sampled(): pass
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", LONG)
+def test_named(number): pass
+
+@pytest.mark.full
+class TestMany:
+    @pytest.mark.sample(2)
+    @pytest.mark.parametrize("number", [pytest.param(2, marks=[pytest.mark.full])])
+    def test_one(self, number): pass
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", LONG)
+def test_either(number): pass
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [1, 2])
+def test_long(number): pass
+"""
+
+
+def test_marks_can_fail(tmp_path: Path) -> None:
+    (tmp_path / "test_marked.py").write_text(MARKED)
+    (tmp_path / "inner").mkdir()
+    whole = "import pytest\npytestmark = [pytest.mark.full]\n"
+    (tmp_path / "inner" / "test_whole.py").write_text(whole + "@pytest.mark.sample(3)\ndef test_one(): pass\n")
+    assert guardrails.check_marks(tmp_path) == [
+        "inner/test_whole.py:4: test_one is full as a whole, and sample",
+        "test_marked.py:7: test_sampled is full as a whole, and sample",
+        "test_marked.py:11: test_named is full as a whole, and full in a case",
+        "test_marked.py:17: test_one is full as a whole, and sample and full in a case",
     ]
 
 

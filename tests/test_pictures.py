@@ -1,5 +1,7 @@
 """The pictures of the collectives show what the real calls do."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,9 @@ import torch.distributed as dist
 
 from tests.distributed.pool import Pools
 from tools.pictures import COLLECTIVES, draw
+
+DOCS = Path(__file__).parents[1] / "docs"
+SEVEN = ("broadcast", "all-reduce", "gather", "all-gather", "reduce-scatter", "all-to-all", "barrier")
 
 
 def call(name: str) -> list[int]:
@@ -43,6 +48,22 @@ def call(name: str) -> list[int]:
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_picture_shows_what_the_real_call_does(pool: Pools, name: str) -> None:
     assert pool(3).run(call, name) == [list(after) for after in COLLECTIVES[name].after]
+
+
+def sections() -> dict[str, str]:
+    """Heading, in small letters -> what stands below it on the page of the collectives."""
+    _, *found = re.split(r"^## (.*)$", (DOCS / "explanation" / "collectives.md").read_text(), flags=re.MULTILINE)
+    return dict(zip((heading.lower() for heading in found[::2]), found[1::2], strict=True))
+
+
+def test_the_page_has_all_seven_and_a_picture_of_each() -> None:
+    assert set(COLLECTIVES) == set(SEVEN)
+    for name in SEVEN:
+        pictures = re.findall(r"!\[(.*?)\]\((.*?)\)", sections()[name])
+        assert pictures == [(f"{name}: {COLLECTIVES[name].words}", f"../assets/{name}.svg")]
+        assert (DOCS / "assets" / f"{name}.svg").read_text() == draw(name)
+        text = sections()[name].partition(".svg)")[2].strip()
+        assert len(text.split()) > 10, f"{name}: nothing says what it is for"
 
 
 def test_it_is_drawn_with_its_numbers() -> None:

@@ -24,7 +24,6 @@ def tidy(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-@pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_the_page_shows_what_is_printed(tmp_path: Path, index: int) -> None:

@@ -14,13 +14,14 @@ class Row(NamedTuple):
     layout: str
     context: str
     world_size: int
+    keys: tuple[str, ...] = ()  # what has no place in a layout string
 
     def __str__(self) -> str:
         return f"{self.name}x{self.world_size}"
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        return (f"layout.context={self.context}",)
+        return (f"layout.context={self.context}", *self.keys)
 
     @property
     def resolved(self) -> Layout:
@@ -134,8 +135,19 @@ PIPELINES = [
     ),
     *_rows({"pp-ring": ("pp=2,cp=2", (4,))}, "ring"),
 ]
-# Of eight processes, which two cores have not often the time for.
+# A promise, which changes what DDP waits for and nothing that a sample of pairs would have to cover.
+STATIC = [Row("static_graph", "ddp", "ulysses", 2, ("layout.static_graph=true",))]
+# Of more than four processes, which two cores have not often the time for: numbers that nothing divides by, and axes of
+# unlike widths, where a group that is cut along the wrong one has another size.
 LARGE = [
+    *_rows({"ddp": ("ddp", (5, 6, 7)), "fsdp": ("fsdp", (5, 6, 7))}),
+    *_rows(
+        {
+            "tp3-fsdp": ("tp=3,dp_shard=2", (6,)),
+            "pp3-fsdp": ("pp=3,dp_shard=2", (6,)),
+            "pp4-fsdp": ("pp=4,dp_shard=2", (8,)),
+        }
+    ),
     *_rows(
         {
             "hsdp-tp": ("dp_replicate=2,dp_shard=2,tp=2", (8,)),
@@ -154,7 +166,8 @@ LARGE = [
 ]
 # The product of all axes, which a model without experts cannot have.
 EVERYTHING = _rows({"everything": ("dp_shard=2,tp=2,cp=2,pp=2,ep=2", (16,))})
-ROWS = {str(row): row for row in (*DATA, *TENSOR_PARALLEL, *CONTEXT, *EXPERTS, *PIPELINES, *LARGE, *EVERYTHING)}
+ALL = (*DATA, *TENSOR_PARALLEL, *CONTEXT, *EXPERTS, *PIPELINES, *LARGE, *EVERYTHING, *STATIC)
+ROWS = {str(row): row for row in ALL}
 
 
 def refusal(row: Row, model: str) -> str | None:

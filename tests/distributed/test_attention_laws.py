@@ -179,7 +179,6 @@ def alone(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, to
 
 
 @pytest.mark.full
-@pytest.mark.sample(9)
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
 def test_one_layout_loads_what_another_saved(
     pool: Pools, tmp_path: Path, alone: dict[str, torch.Tensor], one: str, other: str

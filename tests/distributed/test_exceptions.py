@@ -93,8 +93,7 @@ def batch_of(samples: list[int]) -> Any:
     return batch | {"x": batch["x"].double()}
 
 
-@pytest.mark.full
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", ["local", "broadcast"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_batchnorm_is_what_its_simulation_computes(pool: Pools, layout: str, mode: str) -> None:

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.matrix import ROWS
 from tests.distributed.matrix_models import Sentence, task_of
 from tests.distributed.pool import Pools
-from tests.distributed.sessions import config_of
+from tests.distributed.sessions import config_of, initial_model
 from tests.distributed.tasks import Tiny
 from tests.distributed.test_matrix import Case, config, runs
 from tests.training.snapshots import check_exchange
@@ -58,6 +59,9 @@ PAIRS = [
     ("pp-tp", "pp-fsdp"),
     ("placement-ddp", "fsdp"),
 ]
+# With what a transformer has not: running statistics, a shared weight, and frozen parts without optimizer state.
+KINDS = ("batchnorm", "tied", "frozen")
+OF_KINDS = [(*pair, kind) for pair in (("fsdp", "tp-fsdp"), ("pp-fsdp", "hsdp")) for kind in KINDS]
 SMALL = ("train.global_batch=10", "optimizer.lr=0.01")
 
 
@@ -69,13 +73,30 @@ def test_one_layout_loads_what_another_saved(pool: Pools, tmp_path: Path, one: s
     assert len(exchanged) > 60
 
 
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("one", "other", "kind"), OF_KINDS)
+def test_other_kinds_of_models_too_both_ways(pool: Pools, tmp_path: Path, one: str, other: str, kind: str) -> None:
+    # A pipeline wants micro-batches of one shape.
+    words = ("train.global_batch=8", "train.micro_steps=2", "optimizer.lr=0.01")
+    both = [(config_of(layout, *words), size) for layout, size in (LAYOUTS[one], LAYOUTS[other])]
+    for number, pair in enumerate((both, both[::-1])):
+        (tmp_path / str(number)).mkdir()
+        exchanged = check_exchange(pool, tmp_path / str(number), Tiny(kind=kind), pair[0], pair[1], steps=2)
+        names = {name for name in exchanged if not name.startswith("optimizer.")}
+        moments = {name.removeprefix("optimizer.exp_avg.") for name in exchanged.keys() - names if ".exp_avg." in name}
+        held = initial_model(Tiny(kind=kind))
+        assert names == {*dict(held.named_parameters(remove_duplicate=False)), *dict(held.named_buffers())}
+        assert moments == {name for name, parameter in held.named_parameters() if parameter.requires_grad}
+        for name, buffer in held.named_buffers():
+            frozen = name.startswith("blocks.9.")  # its BatchNorm is in evaluation mode
+            assert torch.equal(exchanged[name], buffer.to(exchanged[name].dtype)) == frozen, name
+
+
 SCHEDULES = ("gpipe", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
 PASSED_ON = ("train.global_batch=24", "train.micro_steps=4", "optimizer.lr=0.01")
-ONES = [one if one in ("interleaved", "zbv") else pytest.param(one, marks=pytest.mark.full) for one in SCHEDULES]
+ONES = [one if one == "interleaved" else pytest.param(one, marks=pytest.mark.full) for one in SCHEDULES]
 
 
-@pytest.mark.full
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("schedule", ONES)
 def test_stages_of_every_schedule_to_and_from_one_device(pool: Pools, tmp_path: Path, schedule: str) -> None:
     """Some give each process two stages, which do not lie next to each other."""

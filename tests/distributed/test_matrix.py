@@ -15,7 +15,7 @@ from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import ReferenceStep, plain_loop
 from tests.distributed.covering import covering_sample
-from tests.distributed.matrix import EVERYTHING, LARGE, ROWS, Row, refusal
+from tests.distributed.matrix import EVERYTHING, LARGE, ROWS, STATIC, Row, refusal
 from tests.distributed.matrix_models import MODELS, Sentence, task_of, update_balance
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, initial_model, processes_of, session_of
@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "sgd": ("optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.9", "optimizer.weight_decay=0.01"),
     "adamw": ("optimizer.name=adamw", "optimizer.lr=0.001", "optimizer.weight_decay=0.01"),
 }
-# (global batch, micro-steps): 12 divides by every world size, 13 by none; of 5 samples in 3 some rank has none.
+# (global batch, micro-steps): 12 divides by every world size up to 4, 13 by none; of 5 in 3 some rank has no sample.
 CUTS = ((13, 3), (5, 3), (13, 1), (12, 3), (12, 1))
 PIPELINED_CUTS = ((24, 12), (24, 6), (24, 4))  # the micro-batches of a pipeline have one shape
 
@@ -53,7 +53,9 @@ class Case(NamedTuple):
 def runs(row: Row) -> list[tuple[int, int, float | None, str]]:
     """Every way to run a step under a layout."""
     dp, pp = row.resolved.dp, row.resolved.pp
-    cuts = CUTS if pp == 1 else [(size, steps) for size, steps in PIPELINED_CUTS if size // dp % steps == 0]
+    cuts = [(size, steps) for size, steps in CUTS if size >= dp]  # a step has a sample for every rank
+    if pp > 1:
+        cuts = [(size, steps) for size, steps in PIPELINED_CUTS if size // dp % steps == 0]
     return [(*cut, max_norm, optimizer) for cut, max_norm, optimizer in product(cuts, MAX_NORMS, OPTIMIZERS)]
 
 
@@ -72,11 +74,11 @@ def factors(case: Case) -> tuple[Hashable, ...]:
     return (*data, layout.tp > 1, context, schedule, layout.ep > 1, layout.recompute, layout.world_size, *case[1:])
 
 
-SMALL = {name: row for name, row in ROWS.items() if row not in (*LARGE, *EVERYTHING)}
+SMALL = {name: row for name, row in ROWS.items() if row not in (*STATIC, *LARGE, *EVERYTHING)}
 BY_FACTORS = {factors(case): case for case in cases(SMALL)}
 COVERING = [BY_FACTORS[chosen] for chosen in covering_sample(list(BY_FACTORS))]
 # Of every layout that the pairs left out, and of one that needs eight processes, one case: each another.
-LEFT_OUT = [*(name for name in SMALL if all(case.row != name for case in COVERING)), "hsdp-tpx8"]
+LEFT_OUT = [*(name for name in SMALL if all(case.row != name for case in COVERING)), "hsdp-tpx8", "static_graphx2"]
 CASES_OF = [cases({name: ROWS[name]}) for name in LEFT_OUT]
 SAMPLE = [*COVERING, *(ways[71 * turn % len(ways)] for turn, ways in enumerate(CASES_OF))]
 REFUSED = [(name, model) for name, row in ROWS.items() for model in MODELS if refusal(row, model) is not None]
@@ -173,6 +175,24 @@ def reference_of_a_pair(case: Case, task: Any, batches: list[Any]) -> list[Refer
     return steps
 
 
+def check_counters(case: Case, ranks: Sequence[Sequence[RecordedStep]]) -> None:
+    """Whole numbers in buffers: each rank's own forwards and samples, without fillers; a BatchNorm's, everybody's."""
+    for rank in ranks:
+        counts = {"calls": 0, "seen": 0, "num_batches_tracked": 0, "tokens_per_expert": 0}
+        for index, step in enumerate(rank):
+            first = index * case.global_batch
+            micro_steps = torch.arange(first, first + case.global_batch).tensor_split(case.micro_steps)
+            sizes = [len(set(part.tolist()) & set(step.positions)) for part in micro_steps]
+            assert sum(sizes) == len(step.positions)
+            counts["calls"] += sum(size > 0 for size in sizes)
+            counts["seen"] += sum(sizes)
+            counts["num_batches_tracked"] += case.micro_steps
+            for name, (_, value) in step.buffers.items():
+                if not value.is_floating_point():
+                    wanted = counts[name.rpartition(".")[2]]
+                    assert bool((value == wanted).all()), f"{case}: step {index}: {name} is {value}, not {wanted}"
+
+
 def check(pool: Pools, cell: Sequence[Case]) -> None:
     recorded = pool(ROWS[cell[0].row].world_size).run(record, cell, timeout=240)
     for index, case in enumerate(cell):
@@ -181,6 +201,7 @@ def check(pool: Pools, cell: Sequence[Case]) -> None:
         assert case.max_norm is None or min(step.norm for step in expected) > case.max_norm, "nothing is clipped"
         differences = compare(ranks, expected, adaptive=case.optimizer == "adamw")
         assert not differences, f"{case}: {'; '.join(map(str, differences[:5]))}"
+        check_counters(case, ranks)
 
 
 @pytest.mark.parametrize("row", dict.fromkeys(case.row for case in SAMPLE))

@@ -338,7 +338,6 @@ def test_processes_start_with_our_timeout_and_interface() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_failing_rank_does_not_wait_for_its_collectives(monkeypatch: pytest.MonkeyPatch, method: str) -> None:

@@ -1,18 +1,23 @@
 """What a precision means: parameters, what autocast lowers, what is gathered."""
 
+import importlib
 import platform
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from allranks.errors import ConfigError
-from allranks.parallel.precision import choose_precision, describe_gather, warn_of_precision
+from allranks.parallel.precision import choose_precision, describe_gather, times_of_float32, warn_of_precision
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of, step_through
 from tests.distributed.tasks import Tiny
+
+precision_module: Any = importlib.import_module("allranks.parallel.precision")
 
 
 @pytest.mark.parametrize(
@@ -97,17 +102,50 @@ def test_without_a_lower_type_nothing_is_touched() -> None:
     assert precision.cast_output(half) is half
 
 
+def seconds_are(monkeypatch: pytest.MonkeyPatch, seconds: dict[torch.dtype, float]) -> None:
+    monkeypatch.setattr(precision_module, "_seconds_of_product", seconds.__getitem__)
+
+
+def test_how_slow_float16_is_has_been_timed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    float16 = choose_precision("float16", None, "cpu")
+    for seconds, times in ((0.0234, 23), (0.004, 4)):
+        seconds_are(monkeypatch, {torch.float32: 0.001, torch.float16: seconds, torch.bfloat16: 0.0005})
+        (warning,) = warn_of_precision(float16, "cpu")
+        assert warning.what == f"warning: float16 takes about {times} times as long as float32 here"
+        assert warning.because.endswith("; bfloat16 takes 0.5 times as long")
+    seconds_are(monkeypatch, {torch.float32: 0.001, torch.float16: 0.0009, torch.bfloat16: 0.0005})
+    assert warn_of_precision(float16, "cpu") == (), "it takes no longer"
+
+
+def test_the_products_that_are_timed_are_few_and_real_ones_in_a_rehearsal_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied = list[torch.Tensor]()
+    multiply = torch.mm
+
+    def note(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        multiplied.append(one)
+        return multiply(one, other)
+
+    monkeypatch.setattr(torch, "mm", note)
+    with FakeTensorMode():
+        assert min(times_of_float32()) > 0
+    assert {type(matrix) for matrix in multiplied} == {torch.Tensor}
+    assert Counter(matrix.dtype for matrix in multiplied) == dict.fromkeys(
+        (torch.float32, torch.float16, torch.bfloat16), 3
+    )
+
+
 def test_float16_alone_scales_and_is_warned_of_where_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("float32", "bfloat16", "float16", "float64")
     chosen = {name: choose_precision(name, None, "cpu") for name in names}
+    seconds_are(monkeypatch, {torch.float32: 0.001, torch.float16: 0.0234, torch.bfloat16: 0.0005})
     assert [name for name in names if chosen[name].scales] == ["float16"]
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     for instructions, warned in (({}, 1), ({"avx512_fp16": True}, 0), ({"amx_fp16": True, "avx512_fp16": False}, 0)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=instructions: found, raising=False)
         assert len(warn_of_precision(chosen["float16"], "cpu")) == warned
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
-    (warning,) = warn_of_precision(chosen["float16"], "cpu")
-    assert warning.what == "warning: float16 takes about 19 times as long as float32 here"
     assert warn_of_precision(chosen["float16"], "cuda") == warn_of_precision(chosen["bfloat16"], "cpu") == ()
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     assert warn_of_precision(chosen["float16"], "cpu") == ()

@@ -187,7 +187,6 @@ def test_as_many_barriers_on_every_stage_hang_where_one_waits_before_it_sends() 
 
 
 @pytest.mark.full
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "layout", "world", "words"),
     [
@@ -195,9 +194,7 @@ def test_as_many_barriers_on_every_stage_hang_where_one_waits_before_it_sends() 
         (Tied, "pp=2,schedule=interleaved", 2, CUT),
         (Tied, "pp=2,schedule=zbv", 2, CUT),
         (Tied, "pp=2", 2, CUT),
-        pytest.param(
-            *(Tokens, "pp=2,dp_replicate=2,dp_shard=2", 8, ("train.global_batch=16", *CUT)), marks=pytest.mark.full
-        ),
+        (Tokens, "pp=2,dp_replicate=2,dp_shard=2", 8, ("train.global_batch=16", *CUT)),
         (Tokens, "pp=2,tp=2", 4, CUT),
         (partial(in_loss, over_all), "fsdp", 2, ()),
     ],

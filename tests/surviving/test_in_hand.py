@@ -73,7 +73,7 @@ def test_what_ends_elsewhere_each_time_is_no_samples_fault() -> None:
 
 @pytest.mark.full
 @pytest.mark.distributed
-@pytest.mark.parametrize("loading", [pytest.param("true", marks=pytest.mark.full), "false"])
+@pytest.mark.parametrize("loading", ["true", "false"])
 def test_a_real_run_names_the_samples_that_killed_it_each_time_and_goes_around_them(
     tmp_path: Path, loading: str
 ) -> None:

@@ -207,14 +207,13 @@ def test_one_script_alone_under_torchrun_and_launched(script: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("before", "number", "code"),
     [
         ((), signal.SIGINT, 130),
         ((), signal.SIGTERM, 75),
-        pytest.param(TORCHRUN, signal.SIGINT, 1, marks=pytest.mark.full),
+        (TORCHRUN, signal.SIGINT, 1),
     ],
 )
 def test_a_stop_saves_and_a_second_start_goes_on(

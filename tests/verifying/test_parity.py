@@ -15,12 +15,14 @@ from allranks.verifying.reference import ReferenceStep
 TOP, BOTTOM = Box((0, 0), (2, 3)), Box((2, 0), (2, 3))
 WHOLE = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(4, 3)
 GAIN = torch.tensor(0.5, dtype=torch.float64)
+MEAN = torch.tensor([0.25, -0.5], dtype=torch.float64)
 LEDGER = f"{ledger_sum([0, 1, 2], [5, 6, 7]):016x}"
 
 
 def reference(**changes: Any) -> ReferenceStep:
     tensors = {"weight": WHOLE, "gain": GAIN}
-    return replace(ReferenceStep(loss=2.0, norm=3.0, gradients=dict(tensors), parameters=dict(tensors)), **changes)
+    held: dict[str, Any] = {"gradients": dict(tensors), "parameters": dict(tensors), "buffers": {"mean": MEAN}}
+    return replace(ReferenceStep(loss=2.0, norm=3.0, **held), **changes)
 
 
 def recorded(rank: int, **changes: Any) -> RecordedStep:
@@ -28,12 +30,9 @@ def recorded(rank: int, **changes: Any) -> RecordedStep:
     box = (TOP, BOTTOM)[rank]
     parts = {"weight": (box, WHOLE[2 * rank : 2 * rank + 2].clone()), "gain": (Box((), ()), GAIN.clone())}
     positions, samples = ([0, 1], [5, 6]) if rank == 0 else ([2], [7])
-    return replace(
-        RecordedStep(
-            2.0, 3.0, LEDGER, gradients=dict(parts), parameters=dict(parts), positions=positions, samples=samples
-        ),
-        **changes,
-    )
+    buffers = {"mean": (Box((0,), (2,)), MEAN.clone()), "calls": (Box((), ()), torch.tensor(rank))}
+    held: dict[str, Any] = {"gradients": dict(parts), "parameters": dict(parts), "buffers": buffers}
+    return replace(RecordedStep(2.0, 3.0, LEDGER, positions=positions, samples=samples, **held), **changes)
 
 
 def with_part(rank: int, field: str, name: str, box: Box, part: torch.Tensor) -> RecordedStep:
@@ -71,6 +70,16 @@ def test_one_element_of_one_rank_is_seen(field: str, rank: int) -> None:
 
 def test_replicas_are_each_compared() -> None:
     assert found(recorded(0), with_part(1, "parameters", "gain", Box((), ()), GAIN * 2)) == ["parameter gain"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_buffer_of_any_rank_is_compared(rank: int) -> None:
+    steps = [recorded(0), recorded(1)]
+    steps[rank] = with_part(rank, "buffers", "mean", Box((0,), (2,)), MEAN * (1 + 1e-9))
+    assert found(*steps) == ["buffer mean"]
+    assert found(*(replace(step, buffers={}) for step in steps)) == ["buffer mean"], "no rank holds it"
+    # Where each rank keeps its own by design, the reference has none.
+    assert found(*steps, expected=reference(buffers={})) == []
 
 
 def test_bounds_are_those_of_the_tensor_and_of_the_models_largest_gradient() -> None:
@@ -111,8 +120,16 @@ def test_adam_is_compared_where_gradients_are_not_numerically_zero() -> None:
     assert found(*steps, expected=expected, adaptive=True) == []
     drifted[0, 1] += 1e-6
     assert found(*steps, expected=expected, adaptive=True) == ["parameter weight"]
-    # What drifted in one step stays apart in the next, whatever its gradient is then.
+    # By as much a buffer of the next step may be off, and by no more; under SGD not at all.
     drifted[0, 1] -= 1e-6
+    for size, what in ((0.9e-6, []), (1.1e-6, ["buffer mean"])):
+        later = with_part(1, "buffers", "mean", Box((0,), (2,)), MEAN + size)
+        both = [[steps[0], steps[0]], [recorded(1), replace(later, parameters=recorded(1).parameters)]]
+        adaptive = compare(both, [expected, expected], adaptive=True)
+        assert [difference.what for difference in adaptive] == what
+        assert "buffer mean" in [difference.what for difference in compare(both, [expected, expected])]
+        assert found(steps[0], later, expected=expected, adaptive=True) == ["buffer mean"], "of this step's update"
+    # What drifted in one step stays apart in the next, whatever its gradient is then.
     later = replace(recorded(0), parameters=steps[0].parameters)
     assert compare([[steps[0], later], [steps[1], recorded(1)]], [expected, reference()], adaptive=True) == []
 

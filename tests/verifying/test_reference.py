@@ -94,6 +94,13 @@ def test_a_batch_without_targets_is_not_divided_by_zero() -> None:
     assert (step.loss, step.norm) == (0.0, 0.0)
 
 
+def test_buffers_are_those_after_the_step_and_no_counts_of_forwards() -> None:
+    trained = nn.Sequential(nn.BatchNorm1d(2, momentum=1.0), model()).double()
+    steps = plain_loop(trained, lambda p: torch.optim.SGD(p, lr=0.1), BATCHES, squares)
+    assert [sorted(step.buffers) for step in steps] == [["0.running_mean", "0.running_var"]] * 2
+    assert [step.buffers["0.running_mean"].tolist() for step in steps] == [[2.0, 3.0], [1.0, 1.0]]
+
+
 def test_one_process_plays_two_ranks() -> None:
     """Each normalises its own rows only, and remembers only these."""
     norm = nn.BatchNorm1d(2, affine=False, momentum=1.0)
@@ -103,6 +110,7 @@ def test_one_process_plays_two_ranks() -> None:
     weight, bias = last.weight.detach().clone(), last.bias.detach().clone()
     steps = [([[first, None], [None, second]], 4), ([[None, first]], 2)]
     (step, _), buffers = rankwise_loop(trained.double(), lambda p: torch.optim.SGD(p, lr=0.1), steps, squares, 2)
+    assert step.buffers == {}, "none that all ranks have"
     rows = torch.cat([(x - x.mean(0)) / (x.var(0, correction=0) + norm.eps).sqrt() for x in (first, second)])
     assert step.loss == pytest.approx(float((rows @ weight.T + bias).square().sum()) / 4, rel=1e-12)
     assert buffers[0]["0.running_mean"].tolist() == [2.0, 4.0] and buffers[1]["0.running_mean"].tolist() == [2.0, 4.0]

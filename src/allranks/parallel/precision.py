@@ -1,10 +1,12 @@
 """What a precision means (law 7): float32 parameters everywhere, autocast's table for what runs in the lower type."""
 
 import platform
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
@@ -12,9 +14,10 @@ from allranks.errors import ConfigError
 from allranks.parallel.outputs import map_tensors
 from allranks.verdict import Decision
 
-FLOAT16_TIMES = 19
-"""As long as in float32 a layer 512 wide takes in float16 on an x86 processor without instructions for it, measured by
-bench/precision.py on 2026-11-20 (AMD EPYC, torch 2.13.0, one thread); a layer 1024 wide takes 47 times as long."""
+TIMED_WIDTH = 192
+"""Of the square matrices that are multiplied at the start to see how long a type takes: in all it takes some 30 ms on a
+processor without instructions for float16 (AMD EPYC, 2026-11-30), where larger ones differ by more."""
+TIMED_TURNS = 3  # the shortest counts: other programs only ever make one longer
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,34 @@ def choose_precision(name: str, gather: str | None, device_type: str) -> Precisi
 
 
 def warn_of_precision(precision: Precision, device_type: str) -> tuple[Decision, ...]:
-    """Say where a precision takes longer than float32 instead of less."""
+    """Say where a precision takes longer than float32 instead of less: of float16 how long, as timed here and now."""
     if precision.lowers_linears and device_type == "cpu":
         return (Decision("warning: float8 takes longer than float32 here", "the CPU emulates it: it is a rehearsal"),)
     if not precision.scales or device_type != "cpu" or _has_half_instructions():
         return ()
-    what = f"warning: float16 takes about {FLOAT16_TIMES} times as long as float32 here"
-    because = "this processor has no instructions for it (bench/precision.py has measured that); bfloat16 takes half"
-    return (Decision(what, because),)
+    times, others = times_of_float32()
+    if times <= 1:
+        return ()
+    what = f"warning: float16 takes about {times:.0f} times as long as float32 here"
+    timed = f"products of {TIMED_WIDTH} by {TIMED_WIDTH} were timed just now, larger ones may differ by more"
+    return (Decision(what, f"{timed}; bfloat16 takes {others:.1f} times as long"),)
+
+
+def times_of_float32() -> tuple[float, float]:
+    """How many times as long as in float32 a small product takes in float16 and in bfloat16 on this processor."""
+    best = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), float("inf"))
+    for _ in range(TIMED_TURNS):
+        for dtype in best:
+            best[dtype] = min(best[dtype], _seconds_of_product(dtype))
+    return best[torch.float16] / best[torch.float32], best[torch.bfloat16] / best[torch.float32]
+
+
+def _seconds_of_product(dtype: torch.dtype) -> float:
+    with unset_fake_temporarily(), torch.no_grad():  # a rehearsal has no tensors that take time
+        matrix = torch.ones(TIMED_WIDTH, TIMED_WIDTH, dtype=dtype, device="cpu")
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        return time.perf_counter() - start
 
 
 def describe_gather(precision: Precision, asked: str | None) -> tuple[Decision, ...]:

@@ -1,12 +1,18 @@
 """Does the spread run compute what one device computes? (law 4)
 
-`record_run` runs the real session, step for step, on every rank and keeps what this rank holds of each gradient and
-parameter; `compare` puts the ranks' parts together and holds them against the plain loop of `reference`.
+`record_run` runs the real session, step for step, on every rank and keeps what this rank holds of each gradient,
+parameter and buffer; `compare` puts the ranks' parts together and holds them against the plain loop of `reference`.
+
+Of buffers those of floating numbers have to be one device's on every rank: running statistics, the biases of routers,
+tables. Two kinds are not, by rule. Where each rank keeps its own by design (`layout.batchnorm=local` and `broadcast`,
+buffers that a forward moves where another rank has a filler), the reference that plays the ranks gives its steps no
+buffers and tells each rank's beside them. And whole numbers count forwards or samples, which depends on how a step was
+cut: they are recorded, and a test that knows the cut says what they have to be.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from allranks.data.micro_step import StepBatch
 from allranks.digest import ledger_sum
 from allranks.observing.counters import Stopwatch
+from allranks.parallel.spread import Spread
 from allranks.parameter_map import Box
 from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.stepping.session import Session, assemble
@@ -43,6 +50,7 @@ class RecordedStep:
         parameters: this rank's parts, after the update.
         positions: global positions that this rank fed.
         samples: dataset indices at these positions.
+        buffers: what this rank holds of them, of every type, after the step.
     """
 
     loss: float
@@ -52,6 +60,7 @@ class RecordedStep:
     parameters: Parts
     positions: list[int]
     samples: list[int]
+    buffers: Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Difference:
 
     Attributes:
         step: the step.
-        what: "loss", "norm", or "gradient of NAME", "parameter NAME".
+        what: "loss", "norm", or "gradient of NAME", "parameter NAME", "buffer NAME".
         error: the largest absolute difference.
         bound: what law 4 allows.
     """
@@ -121,21 +130,26 @@ def _steps(session: Session, recording: _Recording, num_steps: int) -> Iterator[
             outcome = session.step.run(batch, before, lambda: next(loader, None))
             session.stream.take(batch)
             values = outcome.values(before, batch.size)
-            parameters = {
-                name: (entry.box, session.spread.local(name).clone())
-                for name, entry in session.spread.map.items()
-                if entry.kind == "parameter" and entry.alias_of is None
-            }
             yield RecordedStep(
                 loss=float(values["loss"]),
                 norm=float(outcome.grad_norm),
                 ledger=str(values["ledger"]),
                 gradients=recording.gradients,
-                parameters=parameters,
+                parameters=parts_of(session.spread, "parameter"),
                 positions=[int(p) for m in batch.micro_steps for p in m.positions],
                 samples=[int(s) for m in batch.micro_steps for s in m.samples],
+                buffers=parts_of(session.spread, "buffer"),
             )
             before, batch = outcome.pending, outcome.upcoming
+
+
+def parts_of(spread: Spread, kind: str) -> Parts:
+    """A copy of what this rank holds of every "parameter" or "buffer", each shared one once."""
+    return {
+        name: (entry.box, spread.local(name).clone())
+        for name, entry in spread.map.items()
+        if entry.kind == kind and entry.alias_of is None
+    }
 
 
 def fed(ranks: Sequence[Sequence[RecordedStep]], step: int, data_ranks: Sequence[int]) -> dict[int, int]:
@@ -162,10 +176,12 @@ def compare(
         ranks: each rank's recording.
         reference: the plain loop's steps over the same samples.
         adaptive: the optimizer divides by the size of the gradient (Adam), noise by noise where that is numerically
-            zero: parameters are compared only where no gradient has been so yet.
+            zero: parameters are compared only where no gradient has been so yet, and a buffer may be off by as much as
+            the other elements are: the bias before a BatchNorm is noise, and the running mean follows it.
     """
     found: list[Difference] = []
     counted: dict[str, torch.Tensor] = {}
+    excused = 0.0
     for index, expected in enumerate(reference):
         steps = [steps[index] for steps in ranks]
         largest = max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
@@ -177,6 +193,10 @@ def compare(
         for name, gradient in expected.gradients.items() if adaptive else ():
             counted[name] = counted.get(name, torch.tensor(True)) & _is_significant(gradient, largest)
         found += _tensors(index, "parameter", parameters, expected.parameters, 0.0, counted)
+        # A forward comes before its update: what is off now, the next step's buffers have seen.
+        found += _tensors(index, "buffer", [s.buffers for s in steps], expected.buffers, excused)
+        for name, significant in counted.items():
+            excused = max(excused, _error(name, expected.parameters[name], parameters, ~significant))
     return found
 
 

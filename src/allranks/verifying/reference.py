@@ -5,7 +5,7 @@ clipping and optimizer. Everything distributed is compared with this.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,14 @@ class ReferenceStep:
         norm: before clipping.
         gradients: before clipping, of every parameter that got one.
         parameters: after the update, frozen ones too.
+        buffers: those of floating numbers, after the step; {} where no two ranks need have the same.
     """
 
     loss: float
     norm: float
     gradients: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
+    buffers: Buffers = field(default_factory=dict)
 
 
 def plain_loop(
@@ -63,8 +65,13 @@ def plain_loop(
         optimizer.step()
         finish(model)
         parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
-        steps.append(ReferenceStep(float(loss.detach()), float(norm), gradients, parameters))
+        steps.append(ReferenceStep(float(loss.detach()), float(norm), gradients, parameters, floating_buffers(model)))
     return steps
+
+
+def floating_buffers(model: nn.Module) -> Buffers:
+    """A copy of each buffer of floating numbers; whole numbers count forwards, which depends on the cut."""
+    return {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
 @dataclass(frozen=True)
@@ -131,8 +138,8 @@ def rankwise_loop(
             number of targets.
 
     Returns:
-        The steps, and the buffers of each rank at the end. With `layout.batchnorm=broadcast` those of rank 0 are
-        everybody's: no forward in training depends on them.
+        The steps, without buffers, and those of each rank at the end. With `layout.batchnorm=broadcast` those of rank 0
+        are everybody's: no forward in training depends on them.
     """
     named = dict(model.named_buffers())
     buffers = [{name: buffer.clone() for name, buffer in named.items()} for _ in range(num_ranks)]
@@ -147,7 +154,8 @@ def rankwise_loop(
                     _put(named, own)
         return torch.stack(losses).sum()
 
-    return plain_loop(model, make_optimizer, steps, forward_all), buffers
+    found = plain_loop(model, make_optimizer, steps, forward_all)
+    return [replace(step, buffers={}) for step in found], buffers
 
 
 def _put(source: Buffers, target: Buffers) -> None:

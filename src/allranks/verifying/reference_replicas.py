@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from allranks.verifying.reference import ReferenceStep
+from allranks.verifying.reference import ReferenceStep, floating_buffers
 
 Gradients = dict[str, torch.Tensor]
 Reduce = Callable[[int, Sequence[Gradients]], Gradients]
@@ -49,7 +49,7 @@ def reduced_loop(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
         optimizer.step()
         parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
-        found.append(ReferenceStep(total, float(norm), gradients, parameters))
+        found.append(ReferenceStep(total, float(norm), gradients, parameters, floating_buffers(model)))
     return found
 
 
@@ -96,7 +96,8 @@ def local_loop(
         total = sum(loss for loss, _, _ in seen)
         for one, steps_of_one, (_, norm_of_one, gradients) in zip(copies, found, seen, strict=True):
             parameters = {n: p.detach().clone() for n, p in one.named_parameters()}
-            steps_of_one.append(ReferenceStep(total, norm_of_one, gradients, parameters))
+            told = total, norm_of_one, gradients, parameters
+            steps_of_one.append(ReferenceStep(*told, floating_buffers(one)))
     return found
 
 

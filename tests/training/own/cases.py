@@ -15,7 +15,7 @@ from allranks.data.cut import Cut
 from allranks.data.stream import DataStream
 from allranks.run import Run
 from allranks.training.door import World
-from allranks.verifying.parity import Parts, RecordedStep
+from allranks.verifying.parity import Parts, RecordedStep, parts_of
 from allranks.verifying.reference import ReferenceStep, plain_loop
 
 NUM_SAMPLES = 37
@@ -108,7 +108,7 @@ def own_loop(
             loss = loss_of(model, batch)
             world.backward(loss, targets=count(batch))
             if world.step(optimizer, max_norm=max_norm):
-                steps.append(RecordedStep(0.0, 0.0, "", dict(gradients), parts(world), [], []))
+                steps.append(RecordedStep(0.0, 0.0, "", dict(gradients), parts(world), [], [], buffers(world)))
             world.log(loss=loss)
     return steps
 
@@ -132,6 +132,11 @@ def parts(world: World, *, gradient: bool = False) -> Parts:
         local = getattr(tensor, "_local_tensor", tensor).detach()
         found[name] = (spread.map[name].box, local.clone())
     return found
+
+
+def buffers(world: World) -> Parts:
+    """This rank's buffers."""
+    return parts_of(world._ground.models.trained, "buffer")
 
 
 def batches(**cutting: Any) -> tuple[list[dict[str, torch.Tensor]], list[tuple[list[int], list[int]]]]:

@@ -14,7 +14,7 @@ from allranks.training.door import World
 from allranks.verifying.parity import Parts, RecordedStep
 from allranks.verifying.reference import ReferenceStep, plain_loop
 from tests.distributed.tasks import IGNORED, MODELS, Words
-from tests.training.own.cases import Crash, count, everything, parts, sgd
+from tests.training.own.cases import Crash, buffers, count, everything, parts, sgd
 
 BATCH = 8
 
@@ -59,7 +59,7 @@ def run_loop(folder: str, layout: str, kind: str, max_norm: float | None, **join
         for batch in stream:
             losses.append(world.run(batch, words_loss, targets=count))
             if world.step(optimizer, max_norm=max_norm):
-                found.steps.append(RecordedStep(0.0, 0.0, "", dict(gradients), parts(world), [], []))
+                found.steps.append(RecordedStep(0.0, 0.0, "", dict(gradients), parts(world), [], [], buffers(world)))
                 found.losses.append([float(loss) for loss in losses])
                 losses.clear()
         found.evaluations.append(evaluated(world))
