@@ -112,11 +112,8 @@ def held_by(
     gradient_bytes: float,
     times: float,
 ) -> Held:
-    """Of a stage with so many of each block of `profile`; `kept_bytes` and all `gradient_bytes` as `Held` has them.
-
-    Arithmetic: sums and largest values over its blocks, of those that repeat apart from those around them, because
-    FSDP2 treats these two otherwise (torch/distributed/fsdp/_fully_shard/_fsdp_state.py, `_lazy_init`).
-    """
+    """Of a stage with so many of each block; `kept_bytes` and all `gradient_bytes` as `Held` has them. Arithmetic: sums
+    and largest values, of blocks apart from what stands around, as FSDP2 does (torch/distributed/fsdp/_fully_shard)."""
     again = [place for place, block in enumerate(profile.blocks) if block.repeated]
     first, final = (again[0], again[-1]) if again else (len(here), len(here))
     has = makes = Places()
