@@ -20,20 +20,19 @@ def pipeline_batch(profile: ModelProfile, cluster: Cluster, choice: Choice) -> R
     if layout.pp == 1:
         return None
     share, left = divmod(choice.global_batch, layout.dp)
-    instead = near_cuts(choice.global_batch, choice.micro_batch, layout.dp, layout.pp, layout.num_stages)
     where = name_stages(layout) if layout.dp == 1 else f"{name_data(layout)},{name_stages(layout)}"
     if left:
         because = f"pp={layout.pp} wants equal shares, and a global batch of {choice.global_batch} over "
-        return Refusal("pipeline_batch", where, f"{because}dp={layout.dp} leaves {left}; {instead}")
+        return Refusal("pipeline_batch", where, f"{because}dp={layout.dp} leaves {left}; {_instead(choice)}")
     if share % choice.micro_batch:
         because = f"does not divide the {share} samples of a data-parallel rank, and pp={layout.pp} wants one shape"
-        return Refusal("pipeline_batch", f"{where},micro_batch={choice.micro_batch}", f"{because}; {instead}")
+        return Refusal("pipeline_batch", f"{where},micro_batch={choice.micro_batch}", f"{because}; {_instead(choice)}")
     micro_steps = share // choice.micro_batch
     if layout.fits_schedule(micro_steps):
         return None
     rounds = f", in multiples of {layout.pp}" if layout.num_stages > layout.pp else ""
     because = f"schedule={layout.schedule} over {layout.num_stages} stages takes as many micro-steps at least{rounds}"
-    return Refusal("pipeline_batch", where, f"{because}; a rank has {micro_steps}: {instead}")
+    return Refusal("pipeline_batch", where, f"{because}; a rank has {micro_steps}: {_instead(choice)}")
 
 
 def micro_steps(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
@@ -45,7 +44,7 @@ def micro_steps(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refu
     because = f"a step of {choice.global_batch} samples has {number:,} micro-steps, and can have {MOST_MICRO_STEPS:,}"
     instead = f"micro_batch can be {-(-choice.global_batch // (layout.dp * MOST_MICRO_STEPS))} or more"
     if layout.pp > 1:
-        instead = near_cuts(choice.global_batch, choice.micro_batch, layout.dp, layout.pp, layout.num_stages)
+        instead = _instead(choice)
     return Refusal("micro_steps", f"{name_data(layout)},micro_batch={choice.micro_batch}", f"{because}; {instead}")
 
 
@@ -53,6 +52,11 @@ def least_batch(choice: Choice) -> int:
     """The fewest samples with which every rank has one in every step, and every stage a micro-step to work on."""
     layout = choice.layout
     return layout.dp * (1 if layout.pp == 1 else choice.micro_batch * layout.num_stages)
+
+
+def _instead(choice: Choice) -> str:
+    layout = choice.layout
+    return near_cuts(choice.global_batch, choice.micro_batch, layout.dp, layout.pp, layout.num_stages)
 
 
 @lru_cache(maxsize=4096)
