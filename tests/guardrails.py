@@ -256,6 +256,15 @@ def check_walkers(root: Path) -> list[str]:
     ]
 
 
+FORMULAS = (
+    *("axis_traffic", "bills", "block_cost", "block_parts", "collectives", "compute", "constants", "data_traffic"),
+    *("estimate", "host_parameters", "host_traffic", "least", "memory", "moments", "operation_times", "pipeline"),
+    *("pipeline_traffic", "processor", "processor_tensor", "processor_traffic", "room", "setting", "stages"),
+    *("uncertainty", "upkeep_cost"),
+)
+"""Modules of planning that calculate; the others choose, check, read and tell."""
+CALCULATES = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Pow)
+IN_EARNEST = 3
 FORMULA = re.compile(r"(_seconds|_bytes|_cost|_times|_traffic|bubble|_use)$|^(bill_of|spread_of|share_of)$")
 SOURCE = re.compile(
     r"\d{4}\.\d{4,5}|\b(19|20)\d\d\b|NVIDIA|nccl|NCCL|torch/|FSDP2|JCGM|\w+/\w+\.py|docs/|measured|[Aa]rithmetic"
@@ -264,15 +273,38 @@ SOURCE = re.compile(
 
 
 def check_sources(root: Path) -> list[str]:
-    """A public formula of planning says where it is from: a paper, a document, a program, or that it was measured."""
+    """A formula of planning says where it is from: a paper, a document, a program, arithmetic, or that it was measured.
+
+    A formula is what is named like one, private or not; and in the modules of FORMULAS every function that calculates
+    in earnest, wherever it stands.
+    """
     return [
         f"{module.at(node)}: {node.name}: its docstring names no source"
         for module in modules(root)
         if module.relative.startswith("planning/")
-        for node in module.tree.body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith(("_", "check_")) and FORMULA.search(node.name)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef) and is_formula(module, node)
         if not SOURCE.search(ast.get_docstring(node) or "")
     ]
+
+
+def is_formula(module: Module, node: ast.FunctionDef) -> bool:
+    """By the name of a function of the module, or by how often it adds, subtracts, multiplies and divides."""
+    bare = node.name.removeprefix("_")
+    if node in module.tree.body and not bare.startswith("check_") and FORMULA.search(bare):
+        return True
+    if module.name.rpartition(".")[2] not in FORMULAS or node.name.startswith("__"):
+        return False
+    steps = (one for one in of_its_own(node) if isinstance(one, ast.BinOp | ast.AugAssign))
+    return sum(isinstance(one.op, CALCULATES) for one in steps) >= IN_EARNEST
+
+
+def of_its_own(node: ast.AST) -> Iterator[ast.AST]:
+    """What is inside, but for what functions in it do."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.ClassDef):
+            yield from of_its_own(child)
 
 
 def check_unpickling(root: Path, allowed: Mapping[str, str]) -> list[str]:

@@ -191,6 +191,26 @@ def test_sources_can_fail(bad: Path) -> None:
     assert guardrails.check_sources(bad) == ["planning/rings.py:3: all_bytes: its docstring names no source"]
 
 
+def test_sources_of_private_functions_and_methods_can_fail(bad: Path) -> None:
+    (bad / "planning").mkdir(exist_ok=True)
+    private = 'def _gathered_bytes() -> float:\n    """Of a ring."""\n'
+    (bad / "planning" / "rings.py").write_text(private)
+    earnest = "    def _kept(self, size: float) -> float:\n        return 2 * size * 3 / self.tp\n"
+    light = '    def all(self) -> float:\n        """Of both."""\n        return self.one + self.two\n'
+    sourced = '    def few(self, n: float) -> float:\n        """Arithmetic."""\n        return 2 * n * n + n\n'
+    (bad / "planning" / "memory.py").write_text(f"class Held:\n{earnest}{light}{sourced}")
+    assert guardrails.check_sources(bad) == [
+        "planning/memory.py:2: _kept: its docstring names no source",
+        "planning/rings.py:1: _gathered_bytes: its docstring names no source",
+    ]
+    (bad / "planning" / "memory.py").rename(bad / "planning" / "search.py")  # which chooses, and calculates nothing
+    assert len(guardrails.check_sources(bad)) == 1
+
+
+def test_the_modules_of_formulas_are_there() -> None:
+    assert {f"{name}.py" for name in guardrails.FORMULAS} <= {path.name for path in (SOURCE / "planning").iterdir()}
+
+
 def test_unpickling_can_fail(bad: Path) -> None:
     allowed = {"training/read.py: pickle.loads": "its own parent's pipe", "training/walk.py: pickle.loads": "not there"}
     assert sorted(guardrails.check_unpickling(bad, allowed)) == [

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,12 +27,16 @@ ANSWERS: dict[int, tuple[str, ...]] = {
         r"offload=parameters +-[\d.]+ GB, -\d+% speed, [\d.]+ GB\s+in each",
         r"sharding=optimizer +[+-][\d.]+ GB, [+-]\d+% speed",
     ),
-    7: (r"FITS: ", r"recompute=full +[+-][\d.]+ [kMG]?B, [+-]\d+% speed"),
+    7: (
+        r"FITS: (?!.*recompute=)",
+        r"recompute=selective +-[\d.]+ [kMG]?B, -\d+% speed",
+        r"recompute=full +[+-][\d.]+ [kMG]?B, [+-]\d+% speed",
+    ),
     8: (r"recompute=selective +-[\d.]+ [MG]B, ", r"recompute=full +-[\d.]+ [MG]B, -\d+% speed"),
     9: (r"unit +parameters +gathered +kept +recompute=full", r"32 x layers"),
     10: (r"ddp_hook=bfloat16 +changes no memory, and speed by less than 0.5%",),
     11: (r"precision=float32 +\+[\d.]+ [MG]B, -\d+% speed", r"gather=float32 +\+[\d.]+ [MG]B"),
-    12: (r"fsdp alone +[\d.]+ s +[\d.]+ GB +\d+%", r"hsdp alone +[\d.]+ s +[\d.]+ GB +\d+%"),
+    12: (r"fsdp alone .*\n +fits\n", r"hsdp alone .*\n +(micro_batch \d+\n +)?\d+% slower"),
     13: (r"dp_shard=4 +\+[\d.]+ GB", r"dp_shard=2 +\+[\d.]+ GB"),
     14: (r"sharding=grad_op +\+[\d.]+ GB",),
     15: (r"kept most by\n +\d+ x layers", "scores|activation|norm"),
@@ -61,6 +66,56 @@ def test_the_command_answers_its_question(number: int, capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     for pattern in ANSWERS[number]:
         assert re.search(pattern, said), (pattern, said)
+
+
+def answer(capsys: pytest.CaptureFixture[str], number: int, *more: str) -> dict[str, Any]:
+    """What the command of a question says as JSON; what is given again, counts as it was given last."""
+    words = questions()[number].replace("'", "").split()
+    assert main([*words[1:], *more, "--json"]) in (0, 1)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_recomputation_is_taken_only_where_it_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Question 7: left open, none is the fastest; each policy that recomputes more gives memory for speed."""
+    found = answer(capsys, 7)
+    assert "recompute" not in found["best"]["layout"] and found["best"]["fits"]
+    changed = {change["change"]: change["estimate"] for change in found["what_ifs"]}
+    policies = [found["best"], changed["recompute=selective"], changed["recompute=full"]]
+    peaks, steps = ([one[key]["expected"] for one in policies] for key in ("peak_bytes", "step_seconds"))
+    assert peaks == sorted(peaks, reverse=True) and steps == sorted(steps)
+
+
+@pytest.mark.parametrize(
+    ("fabric", "batch", "leads"),
+    [("ethernet100", "64", "fsdp"), ("ethernet100", "256", "fsdp"), ("25g", "256", "hsdp")],
+)
+def test_whether_hsdp_makes_sense_depends_on_the_links(
+    fabric: str, batch: str, leads: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Question 12: the page's own cluster, and what its text says of slower links."""
+    text = (ROOT / PAGE).read_text().partition("### 12. ")[2].partition("### 13. ")[0]
+    assert "`fsdp` leads at 100 Gbit/s" in text and "and `hsdp` at 25 Gbit/s (`@25g`)" in text
+    words = questions()[12].replace("@ethernet100", f"@{fabric}").split()
+    assert f"4x8:a100-80g@{fabric}" in words
+    assert main([*words[1:], "--global-batch", batch, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    entries = [found["best"], *found["others"]]
+    steps = {one["family"]: one["step_seconds"]["expected"] for one in entries if one.get("family") in ("fsdp", "hsdp")}
+    assert min(steps, key=lambda family: steps[family]) == leads and len(steps) == 2
+
+
+def test_the_unit_with_the_most_unsharded_memory_is_the_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Question 16: the column names the largest unit, and the whole has one of them at once at least."""
+    words = questions()[16].split()
+    assert main(words[1:]) == 0
+    said = capsys.readouterr().out
+    table = said[said.index("unit ") :]
+    rows = re.findall(r"^  (?:\d+ x )?(\S+) +[\d.]+[kMB]? +([\d.]+) ([kMG]?B) ", table, re.MULTILINE)
+    sizes = {unit: float(size) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[scale] for unit, size, scale in rows}
+    assert len(sizes) == 3 and max(sizes, key=lambda unit: sizes[unit]) == "experts.*"
+    gathered = re.search(r"^  gathered +([\d.]+) GB", said, re.MULTILINE)
+    assert gathered is not None and float(gathered[1]) * 1e9 >= sizes["experts.*"]
 
 
 def test_the_other_commands_of_the_page_run(

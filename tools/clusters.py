@@ -65,7 +65,8 @@ machine that shares the home directory has its own.
 ## Cluster files
 
 An unknown key is an error that names the nearest one. Figures that no machine has are refused, with the unit that they
-were probably written in. Only what is marked is needed.
+were probably written in. Figures that a machine could have, and that are more probably in another unit or of something
+else, are noted in every plan. Only what is marked is needed.
 """
 
 DEVICE = """\

@@ -161,8 +161,8 @@ class Estimate:
 
     @property
     def may_fit(self) -> bool:
-        """Whether the interval of the peak holds the capacity: neither a fit nor a miss is certain."""
-        return self.peak_bytes.low <= self.capacity_bytes < self.peak_bytes.high
+        """Whether the interval of the peak holds the capacity, and nothing else fails: neither is certain."""
+        return self.peak_bytes.low <= self.capacity_bytes < self.peak_bytes.high and self.fits_host and not self.fault
 
 
 @final

@@ -181,6 +181,8 @@ BAD = [
     (("llama3-8b", "--cluster", "0:a100"), "1 node of 0 devices: no devices"),
     (("llama3-8b", "--cluster", "nowhere.toml"), "nowhere.toml: no such file"),
     (("llama3-8b", "--cluster", "8:h100", "--gpus", "12"), "has nodes of 8 devices; use 8 or 16"),
+    (("llama3-8b", "--cluster", "8:h100", "--gpus", "0"), "--gpus 0: no devices; give at least 1, or '?' to ask how"),
+    (("llama3-8b", "--cluster", "8:h100", "--gpus", "-1"), "--gpus -1: no devices; give at least 1, or '?' to ask how"),
     (("llama3-8b", "--cluster", "8:h100", "--gpus", "many"), "--gpus many: not understood"),
     (("llama3-8b", "--cluster", "8:h100", "--seq", "32q"), "--seq 32q: not understood; write 30, 30k, 30m"),
     (("llama3-8b", "--cluster", "8:h100", "--tokens", "0"), "--tokens 0: not understood"),
@@ -218,12 +220,43 @@ def test_bad_input_is_one_line_that_names_it(
     assert message in refusal(capsys, *words)
 
 
-def test_a_batch_that_cannot_be_split_is_refused_with_what_can(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("gpt2", "--cluster", "7:h100", "--global-batch", "3")
-    text = plan(capsys, *words, "--layout", "ddp", code=2)
-    assert "a global batch of 3 leaves 4 of dp_replicate * dp_shard = 7 ranks without a sample" in " ".join(
-        text.split()
-    )
+@pytest.mark.parametrize(
+    ("cluster", "batch", "layout", "told"),
+    [
+        (
+            "7:h100",
+            "3",
+            ("ddp",),
+            "leaves 4 of dp_replicate * dp_shard = 7 ranks without a sample; global_batch can be 7",
+        ),
+        ("8:h100", "7", ("dp_replicate=4,pp=2",), "a global batch of 7 over dp=4 leaves 3; global_batch can be 8"),
+        (
+            "8:h100",
+            "10",
+            ("pp=2,dp_shard=4", "--micro-batch", "1"),
+            "a global batch of 10 over dp=4 leaves 2; global_batch can be 8 or 12",
+        ),
+        (
+            "8:h100",
+            "10",
+            ("pp=8", "--micro-batch", "3"),
+            "samples of a data-parallel rank, and pp=8 wants one shape; micro_batch can be 1 (10 micro-steps)",
+        ),
+        ("8:h100", "6", ("pp=8",), "at least; a rank has 6: global_batch can be 8"),
+    ],
+)
+def test_a_batch_that_cannot_be_split_is_refused_with_what_can(
+    cluster: str, batch: str, layout: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("gpt2", "--cluster", cluster, "--layout", *layout)
+    (refused,) = document(capsys, *words, "--global-batch", batch, code=2)["refusals"]
+    assert told in refused["because"]
+    named = re.search(r"(global|micro)_batch can be (\d+)", refused["because"])
+    assert named is not None
+    instead = ("--global-batch", named[2] if named[1] == "global" else batch)
+    instead += ("--micro-batch", named[2]) if named[1] == "micro" else ()
+    found = document(capsys, *words, *instead)
+    assert found["best"] is not None and not found["refusals"]
 
 
 @pytest.mark.parametrize(

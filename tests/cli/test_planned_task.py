@@ -167,6 +167,25 @@ def test_a_model_that_cannot_be_traced_is_planned_from_real_steps(
     assert profile.source == "measured" and profile.flops == 2 * (4 * 32 + 32 * 2)
 
 
+@pytest.mark.parametrize(
+    ("line", "advised"), [("hidden.detach().numpy()", True), ("raise RuntimeError('bad weather')", False)]
+)
+def test_real_steps_that_fail_for_their_type_are_to_be_measured_in_float32(
+    line: str, advised: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """numpy has no bfloat16, which the plan itself took; the advice, typed as it stands, plans the model."""
+    task = tmp_path / "branches.py"
+    task.write_text(BRANCHING.replace("        return self.second(", f"        {line}\n        return self.second("))
+    words = ["plan", str(task), "train.global_batch=16", "--cluster", "2:h100", "--measured", "--json"]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    advice = re.search(r"the step ran in bfloat16, .*; with (--precision float32) it is measured without", told)
+    assert bool(advice) == advised and "Branches's step raised:" in told
+    if advice is not None:
+        assert main([*words, *advice[1].split()]) == 0
+        assert json.loads(capsys.readouterr().out)["fits"]
+
+
 def test_upkeep_is_what_the_config_says_and_what_was_measured_here(tmp_path: Path) -> None:
     keys = ("checkpoint.every=50", "data.workers=2")
     upkeep = task_facts(POINTS, None, keys)["upkeep"]

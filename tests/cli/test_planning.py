@@ -39,6 +39,14 @@ def test_numbers_with_suffixes() -> None:
     assert any(note.startswith("global batch 128, because") for note in found.notes)
 
 
+def test_prices_and_watts_of_something_else_are_noted() -> None:
+    found = question(tokens="1T", price=100000.0, watts=0.7)
+    assert any(note.startswith("--price = 100000 is more than any device costs for an hour") for note in found.notes)
+    assert any(note.startswith("--watts = 0.7 is less than a100-80g takes under load") for note in found.notes)
+    usual = question(tokens="1T", price=2.0, watts=400.0)
+    assert not any(note.startswith("--") for note in usual.notes)
+
+
 def test_the_batch_of_the_longest_samples_is_that_of_their_length() -> None:
     """The plan of the answered length says the same, and one that the user gave stays."""
     request = PlanRequest(("gpt2",), ("1:a100",), seq="?")
@@ -59,6 +67,12 @@ def test_parts_of_positions_and_devices_are_refused(given: dict[str, Any]) -> No
     ((option, text),) = given.items()
     with pytest.raises(ConfigError, match=f"--{option} {text}: a whole number of at least 1"):
         question(**given)
+
+
+@pytest.mark.parametrize("gpus", ["0", "-1", "-8", "0.0"])
+def test_zero_devices_are_named_with_the_next_move(gpus: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--gpus {gpus}: no devices; give at least 1, or '\\?' to ask how many"):
+        question(gpus=gpus)
 
 
 def test_a_written_layout_and_open_degrees() -> None:

@@ -1,13 +1,17 @@
 """Constants: which device gets which, and that there are few of them."""
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
 from allranks.planning.catalog import device_names, find_device
-from allranks.planning.constants import FILE, FOUND_AT, TRAINED, constants_of, constants_of_name
+from allranks.planning.constants import FILE, FOUND_AT, TRAINED, Constants, constants_of, constants_of_name
 from tests.planning.profiles import cluster
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_longest_name_wins() -> None:
@@ -16,14 +20,40 @@ def test_the_longest_name_wins() -> None:
     assert constants_of_name("toaster")[0] == ""
 
 
-def test_at_most_a_handful_of_constants_is_fitted_for_a_device() -> None:
-    table = json.loads(FILE.read_text())["devices"]
-    fitted = {"matmul", "matmul_low", "attention", "flash1", "flash2", "memory", "inside", "between"}
-    fitted |= {"base_seconds", "hop_seconds", "depth"}
-    assert {name: fitted & set(row) for name, row in table.items() if len(fitted & set(row)) > 7} == {
-        "default": fitted,  # what all others start from
-        "cpu": fitted - {"flash1", "inside", "between"},  # a guess, which no run has seen
-    }
+def own_constants() -> dict[str, set[str]]:
+    """Device family -> what the table gives it beyond data sheets, whatever it is called."""
+    rows = json.loads(FILE.read_text())["devices"]
+    return {name: set(row) - {"units"} for name, row in rows.items()}
+
+
+def test_a_device_has_few_constants_of_its_own() -> None:
+    own = own_constants()
+    every = {field.name for field in fields(Constants)} - {"units", "family"}
+    assert own.pop("default") == every - {"flash2_long"}, "what all others start from"
+    assert own.pop("cpu") == every - {"flash1", "flash2_long", "inside", "between"}, "a guess, which no run has seen"
+    a100 = {"matmul", "attention", "flash1", "flash2", "flash2_long", "base_seconds", "hop_seconds"}
+    assert own.pop("a100") == a100
+    assert all(3 <= len(names) <= 5 for names in own.values())
+
+
+def test_the_page_counts_the_constants_as_the_table_has_them() -> None:
+    page = (ROOT / "docs" / "explanation" / "planner.md").read_text()
+    told = re.search(
+        r"at most (\w+) constants of its own \(the A100, whose \w+ are (\w+) different figures; others have (\w+) to"
+        r" (\w+)\)",
+        page,
+    )
+    assert told is not None
+    table, own = json.loads(FILE.read_text())["devices"], own_constants()
+    figures = {table["a100"][name] for name in own["a100"]}
+    others = [len(names) for name, names in own.items() if name not in ("default", "cpu", "a100")]
+    words = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
+    counted = (len(own["a100"]), len(figures), min(others), max(others))
+    assert told.groups() == tuple(words[number] for number in counted)
+    named = page[told.start() : page.index("\n", told.start())]
+    assert all(
+        f"`{name}`" in named for name in set.union(*(own[name] for name in own if name not in ("default", "cpu")))
+    )
 
 
 @pytest.mark.parametrize("name", device_names())

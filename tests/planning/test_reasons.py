@@ -106,3 +106,17 @@ def test_a_change_is_a_difference_in_memory_and_speed() -> None:
     large = estimate(StepTime(compute=10.0), MemoryUse(weights=90e9))
     assert difference(large, BEST) == "+40.0 GB, +0% speed, then it does not fit"
     assert difference(BEST, large) == "-40.0 GB, +0% speed, then it fits"
+
+
+def test_a_change_whose_fit_is_not_certain_says_so() -> None:
+    unsure = estimate(StepTime(compute=10.0), MemoryUse(weights=78e9))
+    large = estimate(StepTime(compute=10.0), MemoryUse(weights=90e9))
+    assert unsure.may_fit and not unsure.fits
+    assert difference(unsure, BEST).endswith(", then it is not sure to fit")
+    assert difference(BEST, unsure).endswith(", then it fits")
+    assert difference(large, unsure).endswith(", then it does not fit")
+    assert difference(unsure, unsure) == "changes nothing here"
+    for miss in ({"host_bytes": 2e12, "host_capacity_bytes": 1e12}, {"fault": "nothing can be sent"}):
+        found = replace(unsure, **miss)  # type: ignore[arg-type]
+        assert not found.may_fit and difference(found, BEST).endswith(", then it does not fit")
+    assert "in a host's memory" in why_unfit(replace(unsure, host_bytes=2e12, host_capacity_bytes=1e12))

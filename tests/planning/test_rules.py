@@ -32,7 +32,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("tensor", {"kv_heads": 4}, {"tp": 8}, "tp=8", "tp=8 does not divide 4 key-value heads; tp can be 1, 2, 4"),
     ("tensor", {"ffn": 132, "kv_heads": 8}, {"tp": 8}, "tp=8", "the 132 outputs of layers.*.feed_forward.gate"),
     ("tensor", {"tensor_parallel": False}, {"tp": 8}, "tp=8", "tp finds no layer of decoder to cut"),
-    ("context", {"seq": 36}, {"cp": 8}, "cp=8", "cp=8 does not divide 36 positions"),
+    ("context", {"seq": 36}, {"cp": 8}, "cp=8", "cp=8 does not divide 36 positions; 32 or 40 can be"),
     ("context", {"seq": 40}, {"cp": 8, "context": "ring"}, "cp=8,context=ring", "2 * cp(8) = 16 does not divide 40"),
     ("context", {"heads": 4, "kv_heads": 2}, {"cp": 8}, "cp=8", "cp=8 does not divide the 4 heads of decoder"),
     ("context", {"heads": 4}, {"tp": 2, "cp": 4}, "cp=4", "cp=4 does not divide the 2 heads of a process"),

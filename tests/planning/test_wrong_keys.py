@@ -29,8 +29,8 @@ class Box(BaseModel):
 @pytest.mark.parametrize(
     ("values", "where", "key", "message"),
     [
-        ({"width_cm": 0}, "box", "box.width_cm", "box.width_cm = 0: input should be greater than or equal to 1"),
-        ({"width_cm": "3"}, "", "width_cm", 'width_cm = "3": input should be a valid integer'),
+        ({"width_cm": 0}, "box", "box.width_cm", "box.width_cm = 0: give a whole number of at least 1"),
+        ({"width_cm": "3"}, "", "width_cm", 'width_cm = "3": a whole number is expected'),
         ({"wdth_cm": 3}, "box", "box.wdth_cm", "unknown key 'box.wdth_cm'; did you mean 'width_cm'?"),
         ({}, "box", "box.width_cm", "box.width_cm is missing; say how wide"),
         ({"width_cm": 1, "height_cm": 12}, "box", "box.height_cm", "box.height_cm = 12 is more than any box has"),

@@ -1,14 +1,23 @@
 """The figures hold the plan's values: every part, the interval, the capacity, every micro-step."""
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from allranks.layout import Layout
-from allranks.plan import MemoryUse, StepTime
+from allranks.plan import MemoryUse, Span, StepTime
 from allranks.reporting.page import COLOURS
-from allranks.reporting.plan_figures import CAUSES, HOLDINGS, draw_memory, draw_timeline, draw_times, parts_of
+from allranks.reporting.plan_figures import (
+    CAUSES,
+    HOLDINGS,
+    draw_memory,
+    draw_timeline,
+    draw_times,
+    parts_of,
+    spare_of,
+)
+from allranks.reporting.plan_text import SPARE
 from allranks.reporting.plotly_bundle import read_asset
 from allranks.reporting.timeline import make_timeline
 from tests.reporting import plans
@@ -73,6 +82,18 @@ def test_memory_is_stacked_against_the_capacity() -> None:
     (peak,) = (trace for trace in figure.data if trace.type == "scatter")
     assert peak.x[0] + peak.error_x.array[0] == pytest.approx(ESTIMATE.peak_bytes.high / 1e9)
     assert peak.x[0] - peak.error_x.arrayminus[0] == pytest.approx(ESTIMATE.peak_bytes.low / 1e9)
+
+
+def test_the_allocators_spare_is_in_the_stack_of_the_fullest_which_ends_at_the_peak() -> None:
+    spare = 5e9
+    peak = ESTIMATE.peak_bytes
+    found = replace(ESTIMATE, peak_bytes=Span(peak.low, ESTIMATE.memory.total + spare, peak.high + spare))
+    bars = [trace for trace in draw_memory(found).data if trace.type == "bar"]
+    stacked = {trace.name: dict(zip(trace.y, trace.x, strict=True)) for trace in bars}
+    assert stacked[SPARE] == {"fullest": pytest.approx(5.0), "stage 0": 0.0, "stage 2": 0.0}
+    assert sum(values["fullest"] for values in stacked.values()) == pytest.approx(found.peak_bytes.expected / 1e9)
+    assert len({trace.marker.color for trace in bars}) == len(bars)
+    assert spare_of(found).size == pytest.approx(spare) and spare_of(ESTIMATE).size == 0.0
 
 
 @pytest.mark.parametrize("capacity", [1e9, 79e9, 900e9])

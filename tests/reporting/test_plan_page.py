@@ -151,6 +151,23 @@ def test_the_legend_names_what_only_others_have() -> None:
     assert "message buffers 0 B" in text and "cp messages" not in text
 
 
+def test_the_legend_of_memory_has_what_the_allocator_holds_beyond() -> None:
+    one = plans.make_estimate()
+    peak = replace(one.peak_bytes, expected=one.memory.total + 6.1e9)
+    text = read(replace(plans.pipelined(), best=Ranked(replace(one, peak_bytes=peak), "fast"))).text
+    assert "allocator's spare 6.1 GB" in text
+    assert "allocator's spare" not in read(plans.pipelined()).text
+
+
+def test_a_change_that_may_fit_has_one_word_for_it() -> None:
+    host = {"host_bytes": 2e12, "host_capacity_bytes": 1e12}
+    unsure = plans.make_estimate(capacity=61e9)
+    for estimate, word in ((unsure, "not sure"), (replace(unsure, **host), "no")):  # type: ignore[arg-type]
+        change = replace(plans.pipelined().what_ifs[0], estimate=estimate, because="[because]")
+        text = read(replace(plans.pipelined(), what_ifs=(change,))).text
+        assert re.search(rf"\d GB{word}\[because\]", text)
+
+
 def test_limits_that_are_not_kept_stand_in_the_verdict() -> None:
     text = read(replace(plans.pipelined(), unmet=("takes 150 d, more than the 30 d of --deadline",))).text
     assert "Not met: takes 150 d, more than" in text[: text.index("Memory of a device")]

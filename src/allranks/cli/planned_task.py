@@ -1,5 +1,6 @@
 """A user's Task as the planner sees it: its config read as `train` reads it, its model traced without memory."""
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.config import Config
 from allranks.config_layers import read_mapping, read_overrides, read_toml_layer
-from allranks.errors import ConfigError
+from allranks.errors import ConfigError, TaskError
 from allranks.model_profile import ModelProfile
 from allranks.request import TrainRequest
 from allranks.upkeep import Upkeep
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from allranks.task import Task
 
 
+LOW = ("bfloat16", "float16", "float8")
+_OF_A_TYPE = re.compile(r"ScalarType|BFloat16|bfloat16|Half\b|float16|Float8")
+"""What numpy and torch say of a type that an operation does not take."""
 OWN_OPTIMIZER = (
     "the Task's own optimizer keeps two values for each parameter, as Adam does, which is assumed, because a plan does"
     " not make it: --check counts them"
@@ -103,7 +107,15 @@ def _profile(task: "Task", loaded: "FirstBatches", precision: str, device: str, 
         return trace_task(task, precision, device, loaded=loaded)
     import torch
 
-    return trace_measured(task, precision, device if torch.cuda.is_available() else "cpu", loaded=loaded)
+    try:
+        return trace_measured(task, precision, device if torch.cuda.is_available() else "cpu", loaded=loaded)
+    except TaskError as error:
+        if precision not in LOW or not _OF_A_TYPE.search(str(error.__cause__)):
+            raise
+        raise TaskError(
+            f"{error}\nthe step ran in {precision}, which a plan takes where nobody names one and the device is faster"
+            " with it; with --precision float32 it is measured without"
+        ) from error
 
 
 def _given(toml: Path | None, overrides: Sequence[str]) -> set[str]:

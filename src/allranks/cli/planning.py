@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from allranks.plan_request import PlanRequest
 from allranks.planning.amounts import MOST_SAMPLES, POSITIONS, TIMES, check_amount, read_number
 from allranks.planning.answer import make_plan, plan_gpus, plan_seq
 from allranks.planning.asked_modes import modes_of, notes_of
+from allranks.planning.bill_suspicions import suspect_price, suspect_watts
 from allranks.planning.cluster_limits import MOST_WATTS
 from allranks.planning.document import PLAN_FILE, RUN_FILE, plan_document, run_toml
 from allranks.planning.hardware import find_cluster
@@ -107,6 +109,12 @@ def _rehearsals(request: PlanRequest, subject: Subject) -> list[Rehearse | None]
     return [partial(rehearser, where=text) for text in request.cluster]
 
 
+def _number_of_devices(text: str) -> int:
+    if re.fullmatch(r"-\s*\d.*|0+(\.0*)?", text.strip()):
+        raise ConfigError(f"--gpus {text}: no devices; give at least 1, or '?' to ask how many are needed")
+    return _whole(text, {"": 1}, "--gpus")
+
+
 def _whole(text: str, units: Mapping[str, float], option: str) -> int:
     found = read_number(text, units, option)
     if found < 1 or found != int(found):
@@ -125,12 +133,14 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
     """The question that `request` puts for one cluster. Raises ConfigError for a value of another form."""
     _check_amounts(request)
     if request.gpus is not None and request.gpus != ASK:
-        cluster = cluster_of(cluster, _whole(request.gpus, {"": 1}, "--gpus"))
+        cluster = cluster_of(cluster, _number_of_devices(request.gpus))
     cluster = replace(
         cluster,
         device_hour_price=cluster.device_hour_price if request.price is None else request.price,
         device_watts=cluster.device_watts if request.watts is None else request.watts,
     )
+    priced = () if request.price is None else suspect_price(cluster, "--price")
+    watched = () if request.watts is None else suspect_watts(cluster, "--watts")
     precisions, notes = _precisions(request, subject, cluster)
     seq = None if request.seq in (None, ASK) else _whole(request.seq or "", POSITIONS, "--seq")
     batch = request.global_batch if request.global_batch is not None else subject.global_batch
@@ -146,7 +156,7 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
         limit_seconds=None if request.deadline is None else read_number(request.deadline, TIMES, "--deadline"),
         limit_money=request.budget,
         what_ifs=request.what_if,
-        notes=(*subject.notes, *notes),
+        notes=(*subject.notes, *notes, *priced, *watched),
         upkeep=_upkeep(request, subject, cluster),
         follows_length=batch is None,
     )

@@ -42,6 +42,7 @@ def bill_of(found: Estimate, tokens: float, tokens_per_sample: int, cluster: Clu
 
 
 def _times(span: Span, factor: float) -> Span:
+    """Arithmetic: of a product with a known factor all three are multiplied."""
     return Span(factor * span.low, factor * span.expected, factor * span.high)
 
 

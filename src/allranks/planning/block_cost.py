@@ -104,7 +104,7 @@ class _Sums:
         self.trained = self.trained_expert = self.last_trained = 0.0
 
     def add(self, operation: Operation, setting: Setting, machine: Machine, experts: int) -> None:
-        """One more operation."""
+        """One more operation: arithmetic, sums; in 8 bits is kept what NVIDIA's Transformer Engine keeps so."""
         times, share = operation_times(operation, setting, machine, experts), share_of(operation, setting)
         self.forward += times.forward
         self.backward += times.backward
@@ -138,7 +138,11 @@ class _Sums:
         self._selective(operation, setting, times, kept, unfused)
 
     def _transient(self, operation: Operation, setting: Setting, learns: float) -> None:
-        """While one product's gradients are made: its output's, its input's, and its weights' before they are added."""
+        """While one product's gradients are made: its output's, its input's, and its weights' before they are added.
+
+        Arithmetic of a product's backward: for Y = X W both X's gradient (Y's times W) and W's (X times Y's) are made
+        beside Y's; each is cut as its matrix (1909.08053, section 3).
+        """
         if not is_product(operation):
             return
         _, out, into = operation.shape
@@ -151,9 +155,13 @@ class _Sums:
         self.transient = max(self.transient, made)
 
     def _selective(self, operation: Operation, setting: Setting, times: Times, kept: float, unfused: bool) -> None:
+        """What recompute=selective keeps of an operation, and what it computes again.
+
+        Megatron-LM computes the scores alone again (2205.05198, section 5). torch keeps the results of every second
+        product and of fused attention (TorchTitan, 2410.06511, section 2.1.3; ours in parallel/recompute.py).
+        """
         how = setting.mechanisms
         if how.selective == "attention":
-            # 2205.05198, section 5: the scores alone are computed again.
             self.kept_selective += kept
             self.again_selective += times.forward if unfused else 0.0
         elif is_product(operation) and operation.cut != "expert":  # grouped products are none of those that are kept
@@ -176,7 +184,7 @@ def _tied_parameters(operation: Operation) -> int:
 def _loss_bytes(operation: Operation, setting: Setting, kept: float, cut: float) -> float:
     """What a loss has at once: as it was traced; of a cross entropy that nobody traced, so often what it keeps.
 
-    How often is `Mechanisms.logits_copies` of the framework, with its source there.
+    How often is `Mechanisms.logits_copies` of the framework (planning/mechanisms.py), with its source there.
     """
     how = setting.mechanisms
     if how.cut_logits_copies and setting.tp > 1 and operation.cut in ("column", "vocab"):
@@ -187,6 +195,9 @@ def _loss_bytes(operation: Operation, setting: Setting, kept: float, cut: float)
 
 
 def _result_cut(operation: Operation, setting: Setting) -> float:
+    """Over how many ranks a product's result lies: by columns of its matrix (1909.08053, section 3), or by positions
+    where tp cuts the sequence between layers (2205.05198, section 4.2.2), and by those that cp cuts in any case.
+    """
     if operation.cut in ("column", "vocab"):
         return float(setting.tp * setting.cp)
     return float(setting.cp * (setting.tp if setting.sequence_parallel else 1))

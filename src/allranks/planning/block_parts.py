@@ -79,7 +79,7 @@ def around_of(parts: Parts, held: tuple[int, ...]) -> Around:
 
 
 def add_up(here: Sequence[tuple[int, BlockCost]]) -> Parameters:
-    """Those of so many of each block."""
+    """Those of so many of each block: arithmetic, a sum."""
     return Parameters(
         sum(n * cost.parameters for n, cost in here),
         sum(n * cost.expert_parameters for n, cost in here),

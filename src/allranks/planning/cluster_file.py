@@ -181,7 +181,7 @@ def _to_cluster(values: Mapping[str, Any], stem: str) -> Cluster:
         price_source=table.price_source,
         notes=(*table.notes, *assumed),
     )
-    suspected = suspicions(cluster, between, own_device=base is None)
+    suspected = suspicions(cluster, between, base)
     return replace(cluster, notes=tuple(dict.fromkeys((*cluster.notes, *suspected))))
 
 

@@ -246,3 +246,18 @@ def in_smaller_units(given: Decimal, most: int | Decimal) -> str:
 def plain(value: Decimal) -> str:
     """A figure for people: 80000000000, 9.89e+14, 0.45."""
     return f"{float(value):.12g}"
+
+
+def short(value: Decimal) -> str:
+    """A figure in three digits, or in all before the point: 0.45, 309, 16312."""
+    return f"{float(value):.3g}" if value < 1000 else f"{float(value):.0f}"
+
+
+def giga(value: float) -> Decimal:
+    """Bytes in GB, bytes/s in GB/s."""
+    return Decimal(repr(value)) / GIGA
+
+
+def is_fast(peak_flops: Mapping[str, float]) -> bool:
+    """Whether a device has such peaks, FLOP/s, that a slow memory or link belongs to no such one."""
+    return max(peak_flops.values()) > FAST_TFLOPS * float(TERA)

@@ -108,6 +108,7 @@ def send_seconds(group: Group, num_bytes: float, adjacent_crosses: bool) -> floa
 
 
 def _ring(group: Group, num_bytes: float, passes: float, latency: float) -> float:
+    """A ring passes (n - 1) / n of a tensor on, `passes` times (Thakur et al. 2005)."""
     if group.size < 2 or not num_bytes:
         return 0.0
     return passes * (group.size - 1) / group.size * num_bytes / group.bandwidth + latency

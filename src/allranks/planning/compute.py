@@ -96,7 +96,12 @@ def _roofline(
     constants: Constants, rate: float, bandwidth: float, precision: str, sizes: tuple[float, float, float],
     flops: float, batch: float = 1.0,
 ) -> float:  # fmt: skip
-    """Of products of `sizes` (rows, inner, columns), without a kernel's least time."""
+    """Of products of `sizes` (rows, inner, columns), without a kernel's least time.
+
+    The slower of computing and moving (Williams et al., Roofline, 2009); of computing the share that whole tiles in
+    whole waves over the device's processors leave (NVIDIA's Matrix Multiplication Background User's Guide, tile and
+    wave quantization), with the best of TILES, and the part of a tile's time that its inner features fill.
+    """
     rows, into, out = sizes
     best = 0.0
     for high, wide, reached in TILES:

@@ -59,7 +59,8 @@ class Constants:
         """What a kernel of fused attention reaches of the 16-bit peak in the forward, over so many positions at once.
 
         What is around the kernel grows with the positions, its products with their square: beyond 8192 the rest of the
-        time that `flash2` counts falls as 1 / positions.
+        time that `flash2` counts falls as 1 / positions. Arithmetic from these two growths; the shares are fitted, or
+        from FlashAttention-2's own table (2307.08691): docs/explanation/planner.md says which.
         """
         share = {"vendor": self.attention, "flash1": self.flash1, "flash2": self.flash2}[kernel]
         if kernel != "flash2" or self.flash2_long <= share or positions <= FOUND_AT:

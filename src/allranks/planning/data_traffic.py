@@ -58,7 +58,7 @@ LOW_RANK = 0.01
 
 
 def moved_parameters(setting: Setting, every: Parameters) -> Moved:
-    """Of a rank that holds `every` parameter of these.
+    """Of a rank that holds `every` parameter of these. Arithmetic of who holds copies (GShard, 2006.16668).
 
     Of experts that ep cuts our engine moves none with the others: `twin_sums` has what it moves of them. Elsewhere they
     are copied on ranks / ep of the data-parallel ranks alone.
@@ -71,14 +71,18 @@ def moved_parameters(setting: Setting, every: Parameters) -> Moved:
 
 
 def held_trained(setting: Setting, every: Parameters) -> float:
-    """How many of `every` a rank updates."""
+    """How many of `every` a rank updates: from ZeRO's stage 1 on its share alone (1910.02054, section 5.1)."""
     if setting.zero < 1:
         return every.trained + every.trained_expert
     return every.trained / max(1, setting.shard) + every.trained_expert / setting.expert_shards
 
 
 def gathered_again(setting: Setting, moved: Moved, units: int, around: Around) -> tuple[float, int]:
-    """(Parameters, in how many blocks) that ZeRO 3 gathers once more for the backward of a micro-step."""
+    """(Parameters, in how many blocks) that ZeRO 3 gathers once more for the backward of a micro-step.
+
+    All of them (1910.02054, section 7.2.2); FSDP2 keeps what stands around the blocks, which is its root's
+    (torch/distributed/fsdp/_fully_shard/_fsdp_state.py, `_lazy_init`).
+    """
     if setting.keeps_gathered:
         return 0.0, 0
     if not setting.mechanisms.keeps_around:
@@ -118,7 +122,11 @@ def data_cost(
 def _whole_cost(
     setting: Setting, axes: Axes, moved: Moved, units: int, forward: float, backward: float, update: float
 ) -> DataCost:
-    """Of ranks that keep whole parameters, and share the optimizer's state or not."""
+    """Of ranks that keep whole parameters, and share the optimizer's state or not.
+
+    DDP reduces all gradients behind the backward (2006.15704, section 3.2.3); ZeRO 1 scatters their sums and gathers
+    what was updated, as many bytes (1910.02054, section 7.2.1).
+    """
     how, bytes_reduced = setting.mechanisms, moved.reduced * setting.mechanisms.reduce_bytes
     if setting.zero >= 1 and how.reduces_to_all:
         summed, gathered = all_reduce_seconds(axes.data, bytes_reduced), moved.reduced * how.weight_bytes
@@ -164,6 +172,7 @@ def _sharded_cost(
     in_forward = _exposed(gather, forward, how.overlap_data) + gather / messages
 
     def in_backward(reduces: float) -> float:
+        """Arithmetic: of all but the last of these reductions, which nothing follows."""
         return _exposed(gather_again + reduces, backward, how.overlap_data) + reduces / messages
 
     only = _exposed(gather_again, backward, how.overlap_data)
@@ -211,7 +220,11 @@ def twin_sums(setting: Setting, axes: Axes, every: Parameters, units: int, room:
 
 
 def _shared_by_twins(setting: Setting, axes: Axes, every: Parameters, units: int, room: float) -> Sums:
-    """Gathers for forward and backward of each micro-step, reductions, and what copies sum of these (HSDP)."""
+    """Gathers for forward and backward of each micro-step, reductions, and what copies sum of these.
+
+    As FSDP's of any other parameter (2304.11277, section 3.2, hybrid sharding for the copies), over those ranks that
+    have the same experts.
+    """
     how, steps = setting.mechanisms, setting.micro_steps
     reductions = steps if how.reduces_every_micro_step else 1
     again = 0 if setting.keeps_gathered else steps
@@ -230,7 +243,7 @@ def _shared_by_twins(setting: Setting, axes: Axes, every: Parameters, units: int
 
 
 def with_twins(cost: DataCost, twins: Sums | None) -> DataCost:
-    """With these, of which nothing else is hidden than they say."""
+    """With these, of which nothing else is hidden than they say: arithmetic, a sum."""
     if twins is None:
         return cost
     exposed = cost.exposed + twins.seconds - twins.hidden
@@ -238,5 +251,8 @@ def with_twins(cost: DataCost, twins: Sums | None) -> DataCost:
 
 
 def _exposed(communication: float, computation: float, overlap: float) -> float:
-    """What is left of a communication that runs behind a computation as far as the framework lets it."""
+    """What is left of a communication that runs behind a computation as far as the framework lets it.
+
+    Arithmetic: the longer of the two minus the computation. Its share is `Mechanisms.overlap_data`, with its source.
+    """
     return max(0.0, overlap * communication - computation) + (1 - overlap) * communication

@@ -136,7 +136,7 @@ def corrected(planned: Estimate, told: DryRun) -> Estimate:
 
 
 def _scaled_seconds(planned: Estimate, scales: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """(cause, its seconds): of several axes, each scales its part of what is exposed."""
+    """(cause, its seconds): of several axes, each scales its part of what is exposed. Arithmetic: in proportion."""
     for cause in {CAUSES[axis]: None for axis in scales}:
         rows = [row for row in planned.traffic if CAUSES[row.axis] == cause]
         exposed = [row.seconds - row.hidden_seconds for row in rows]

@@ -90,7 +90,12 @@ class _Stage:
 
 
 def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting) -> _Stage:
-    """Seconds of one micro-step on one stage; where the host is slower than the device, the difference is host."""
+    """Seconds of one micro-step on one stage; where the host is slower than the device, the difference is host.
+
+    Arithmetic: sums over its blocks. A host that dispatches a kernel after the other, and a device that computes them,
+    take a norm of both where neither is much slower, the order of which, MEETING, is an assumption. Forward, both
+    gradients and what is recomputed are so many launches (`Mechanisms.dispatch_seconds`, planning/mechanisms.py).
+    """
     how = setting.mechanisms
     sums = [0.0] * 7 + [how.fixed.micro_step]
     for count, cost in zip(held, costs, strict=True):
@@ -111,7 +116,12 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
 def estimate_setting(
     profile: ModelProfile, cluster: Cluster, setting: Setting, factor: float = 1.0, room: Room | None = None
 ) -> Cost:
-    """The same for a Setting, which may be another framework's, with its work taking `factor` times as long."""
+    """The same for a Setting, which may be another framework's, with its work taking `factor` times as long.
+
+    A backward has the moves of a forward and those of its gradients: a third of what tp sends is in the forward, under
+    cp and ep one half (arithmetic of the moves that planning/axis_traffic.py counts); the slowest stage sets the pace
+    (2104.04473, section 2.2).
+    """
     setting = on_processor(setting, cluster, profile)
     parts = parts_of(profile, cluster, setting)
     layers = stages_under(profile, setting)
@@ -145,7 +155,7 @@ def _data(
     parts: Parts, setting: Setting, layers: tuple[tuple[int, ...], ...], forward: list[float], backward: list[float],
     weight: list[float],
 ) -> DataCost:  # fmt: skip
-    """Of the stage whose data-parallel traffic is the most: the first or the last."""
+    """Of the stage whose data-parallel traffic is the most: the first or the last. Arithmetic: its blocks' sums."""
     candidates = []
     for stage in sorted({0, len(layers) - 1}):
         held = layers[stage]
@@ -191,6 +201,10 @@ def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, s
 def _cost(
     setting: Setting, parts: Parts, room: Room, time: StepTime, traffic: tuple[Traffic, ...], host_seconds: float
 ) -> Cost:
+    """With the interval of its time, and the model's FLOPs over the devices' peak (mfu: PaLM, 2204.02311, appendix B).
+
+    A backward is two forwards, and nothing that is recomputed counts.
+    """
     seconds, machine = time.total, parts.axes.machine
     host = setting.micro_steps * host_seconds / seconds if seconds else 0.0
     known = parts.cluster.device.measured or machine.constants.family != ""
@@ -209,6 +223,9 @@ def _cost(
 def _traffic(
     setting: Setting, parts: Parts, layers: tuple[tuple[int, ...], ...], data: DataCost, time: StepTime
 ) -> tuple[Traffic, ...]:
+    """A row for each axis, of the stage that sends the most: arithmetic, a step has as many of a micro-step's messages
+    as micro-steps, and four in each block (1909.08053, section 3).
+    """
     steps, axes = setting.micro_steps, parts.axes
     kinds = set(layers)
     rows = []
@@ -233,7 +250,7 @@ def _traffic(
 
 def _data_rows(axes: Axes, data: DataCost) -> Iterator[Traffic]:
     """One row; under HSDP one of those who share parameters and one of the copies, which may have another link; and
-    where ep cuts experts one of those who hold the same ones.
+    where ep cuts experts one of those who hold the same ones. Arithmetic: what is hidden is shared out by seconds.
     """
     copies, twins = data.copies, data.twins
     rest = data.seconds - (0.0 if twins is None else twins.seconds)

@@ -43,7 +43,10 @@ def _passes(operation: Operation) -> int:
 
 
 def least_over(question: Question) -> float:
-    """By how much the best imaginable plan on the question's cluster is over its limits: above 1.0, none keeps them."""
+    """By how much the best imaginable plan on the question's cluster is over its limits: above 1.0, none keeps them.
+
+    Arithmetic: tokens times the least of a token on all devices, over the limit; of money at the price of an hour.
+    """
     if question.tokens is None:
         return 0.0
     cluster, over = question.cluster, 0.0

@@ -84,7 +84,7 @@ def slack_bytes(setting: Setting, use: MemoryUse, capacity_bytes: float) -> floa
 
 
 def _held(setting: Setting, every: Parameters, stage: int, *, trained: bool) -> float:
-    """How many of `every` a rank has something of that ZeRO's stage `stage` shares out."""
+    """How many of `every` a rank has something of that ZeRO's stage `stage` shares out (1910.02054, section 5)."""
     dense, expert = (every.trained, every.trained_expert) if trained else (every.dense, every.expert)
     if setting.zero < stage:
         return dense + expert

@@ -27,7 +27,7 @@ class Moment(NamedTuple):  # which is made faster than a dataclass: a search mak
 
     @property
     def total(self) -> float:
-        """Of all of them."""
+        """Of all of them: arithmetic, a sum."""
         return self.gradients + self.activations + self.logits + self.gathered + self.communication
 
 
@@ -52,7 +52,7 @@ class Places(NamedTuple):
         return self._replace(block=block, last=most, whole=whole)
 
     def with_rest(self, count: float, number: float, *, before: bool, behind: bool) -> "Places":
-        """And `count` of a block that does not repeat."""
+        """And `count` of a block that does not repeat: arithmetic, a sum."""
         return self._replace(
             around=self.around + count * number,
             before=self.before + number * before,
@@ -112,7 +112,8 @@ def held_by(
     gradient_bytes: float,
     times: float,
 ) -> Held:
-    """Of a stage with so many of each block of `profile`; `kept_bytes` and all `gradient_bytes` as `Held` has them."""
+    """Of a stage with so many of each block; `kept_bytes` and all `gradient_bytes` as `Held` has them. Arithmetic: sums
+    and largest values, of blocks apart from what stands around, as FSDP2 does (torch/distributed/fsdp/_fully_shard)."""
     again = [place for place, block in enumerate(profile.blocks) if block.repeated]
     first, final = (again[0], again[-1]) if again else (len(here), len(here))
     has = makes = Places()
@@ -223,7 +224,11 @@ def _of_shards(setting: Setting, held: Held) -> Iterator[Moment]:
 
 
 def _reduced(setting: Setting, held: Held) -> tuple[float, float]:
-    """Bytes of the gradients of all blocks when they are reduced, and of all but one."""
+    """Bytes of the gradients of all blocks when they are reduced, and of all but one.
+
+    Arithmetic: a part of all gradients as its parameters are of all parameters; FSDP2 reduces block by block
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward`).
+    """
     makes, every = held.makes, held.gradient_bytes
     if not makes.whole:
         return held.gradients, held.gradients

@@ -146,7 +146,10 @@ def attention_times(operation: Operation, setting: Setting, machine: Machine) ->
 
 
 def num_scores(operation: Operation, setting: Setting) -> float:
-    """Of one rank and micro-step: query positions times key positions times heads."""
+    """Of one rank and micro-step: query positions times key positions times heads.
+
+    Arithmetic; tp cuts the heads (1909.08053, section 3), cp the positions.
+    """
     queries, keys, heads = operation.shape[:3]
     return setting.micro_batch * heads * queries * float(keys) / (setting.tp * setting.cp)
 

@@ -45,6 +45,11 @@ def shared_out(
 
 
 def _shares(total: int, pp: int, chunks: int) -> list[int]:
+    """How many of `total` blocks each rank of a pipeline holds: equal shares where they divide.
+
+    Else with one block less at both ends where that divides, or at the last one (Llama 3, 2407.21783, section 3.3.2,
+    has a layer less beside the embedding and beside the logits); else arithmetic, as even as can be.
+    """
     parts = pp * chunks
     if total % parts == 0 or pp == 1:
         return [total // pp] * (pp - 1) + [total - total // pp * (pp - 1)]

@@ -80,6 +80,7 @@ def received_bytes(profile: ModelProfile, setting: Setting, rank: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _messages(stride: int, pp: int, chunks: int, two_sided: bool, domain: int) -> tuple[int, int]:
+    """The same of ranks that lie `stride` apart. Arithmetic: a count of the borders between stages that each has."""
     sent = [[0, 0] for _ in range(pp)]
     for stage in range(pp * chunks - 1):
         here, there = (_rank_of(at, pp, two_sided) for at in (stage, stage + 1))

@@ -34,6 +34,7 @@ def product_rate(device: Device, rows: float, inner: float, columns: float, prec
 
 @lru_cache(maxsize=4096)
 def _between(table: tuple[tuple[int, int, int, float], ...], rows: float, inner: float, columns: float) -> float:
+    """The mean of the measured products' times, each weighted by its distance (inverse distances: Shepard 1968)."""
     weights = seconds = 0.0
     for m, k, n, rate in table:
         distance = math.dist((rows, inner, columns), (math.log2(m), math.log2(k), math.log2(n)))

@@ -49,15 +49,20 @@ class _Moves:
         self._fixed = setting.mechanisms.fixed.move
 
     def sum(self, size: float) -> float:
-        """Of the ranks' values, into a copy."""
+        """Of the ranks' values, into a copy (parallel/tensor_ops.py)."""
         return all_reduce_seconds(self._group, size) + self._copied(2 * size, 1) + self._fixed
 
     def gather(self, size: float) -> float:
-        """Of the ranks' parts: a part is made contiguous, and the whole brought into the order of its dims."""
+        """Of the ranks' parts: a part is made contiguous, and the whole brought into the order of its dims.
+
+        As parallel/tensor_ops.py does it; a copy reads and writes (arithmetic).
+        """
         return all_gather_seconds(self._group, size) + self._copied(2 * size * (1 + 1 / self._size), 2) + self._fixed
 
     def scatter(self, size: float) -> float:
-        """Of the sum: the whole is made contiguous, and the part brought into the order of its dims."""
+        """Of the sum: the whole is made contiguous, and the part brought into the order of its dims, as `gather`
+        does it the other way round (parallel/tensor_ops.py).
+        """
         copied = self._copied(2 * size * (1 + 1 / self._size), 2)
         return reduce_scatter_seconds(self._group, size) + copied + self._fixed
 

@@ -86,7 +86,9 @@ def processor_data_cost(
 def _moving_cost(
     setting: Setting, axes: Axes, moved: Moved, units: int, again: tuple[float, int], update: float
 ) -> DataCost:
-    """But for experts that ep cuts."""
+    """But for experts that ep cuts: the collectives of DDP (2006.15704), ZeRO (1910.02054, section 7) or FSDP2, whose
+    units are `Mechanisms.messages`, each with the copies around it, and gloo as it was measured.
+    """
     how, device = setting.mechanisms, axes.machine.device
     size = moved.reduced * how.reduce_bytes
     if setting.zero == 0:
@@ -112,7 +114,9 @@ def _moving_cost(
 
 
 def _gather_seconds(setting: Setting, axes: Axes, size: float, messages: float) -> float:
-    """Of so many bytes in so many messages, with the copies that are made of each."""
+    """Of so many bytes in so many messages, with the copies that FSDP2 makes of each into its buffer and out of it
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+    """
     if not messages:
         return 0.0
     each = size / messages

@@ -81,7 +81,7 @@ def why_unfit(other: Estimate) -> str:
     if other.fault:
         return f"would fail: {other.fault}"
     peak, capacity = other.peak_bytes, other.capacity_bytes
-    if peak.high <= capacity and other.host_capacity_bytes is not None:
+    if peak.low <= capacity and not other.fits_host:
         return f"does not fit: {needs_of_host(other)}"
     name, most = next(iter(bytes_by_category(other.memory).items()))
     if other.may_fit:
@@ -112,18 +112,25 @@ def refused_by_host(other: Estimate) -> Refusal | None:
 
 
 def difference(other: Estimate, first: Estimate) -> str:
-    """`-39.0 GB, -11% speed`: what a change does to memory and to samples per second, and whether it still fits.
+    """`-39.0 GB, -11% speed`: what a change does to memory and to samples per second, and whether it fits otherwise.
 
     Where samples have another length, speed is in tokens: `+1.2 GB, +3% tokens/s`.
     """
     size = other.memory.total - first.memory.total
     speed, noun = _faster(other, first)
-    fit = "" if other.fits == first.fits else ", then it fits" if other.fits else ", then it does not fit"
+    fit = "" if _certainty(other) == _certainty(first) else f", then it {_certainty(other)}"
     host = f", {format_bytes(other.host_bytes)} in each host's memory" if other.host_bytes != first.host_bytes else ""
     if abs(size) < 1 and abs(speed) < NOT_SEEN and not fit and not host:
         same = other.step_seconds == first.step_seconds
         return "changes nothing here" if same else f"changes no memory, and {noun} by less than {NOT_SEEN:.1%}"
     return f"{'+' if size >= 0 else '-'}{format_bytes(abs(size))}, {speed:+.0%} {noun}{host}{fit}"
+
+
+def _certainty(one: Estimate) -> str:
+    """Whether it fits, as all answers say it."""
+    if one.fits:
+        return "fits"
+    return "is not sure to fit" if one.may_fit else "does not fit"
 
 
 def _faster(other: Estimate, first: Estimate) -> tuple[float, str]:

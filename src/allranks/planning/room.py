@@ -75,7 +75,11 @@ def room_of(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Room:
 
 
 def room_under(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple[tuple[int, ...], ...]) -> Room:
-    """The same of a Setting whose stages hold so many of each of `parts`."""
+    """The same of a Setting whose stages hold so many of each of `parts`.
+
+    Arithmetic: the fullest stage. The interval's two widths are from the errors of published runs
+    (docs/explanation/planner.md).
+    """
     # Of equal stages the first holds the most micro-steps.
     first = {held: stage for stage, held in reversed(tuple(enumerate(layers)))}
     ends = sorted({0, len(layers) // 2, len(layers) - 1, *first.values()})
@@ -102,6 +106,7 @@ def _moved_bytes(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple
     """What offload keeps in the host.
 
     Of a node whose devices all are of the first stage, which has the most micro-steps under way, or of the last.
+    Arithmetic: a device's part (planning/host_traffic.py) times the devices of a node.
     """
     if setting.offload == "none":
         return 0.0

@@ -17,7 +17,7 @@ from allranks.layout import Layout
 from allranks.layout_refusals import refuse_beside_float8, refuse_unsupported
 from allranks.model_profile import ModelProfile, Operation
 from allranks.plan import Choice, Refusal
-from allranks.planning.micro_step_rules import micro_steps, name_data, name_stages, pipeline_batch
+from allranks.planning.micro_step_rules import least_batch, micro_steps, name_data, name_stages, pipeline_batch
 from allranks.planning.sending_less import slow_links
 
 Rule = Callable[[ModelProfile, Cluster, Choice], Refusal | None]
@@ -61,7 +61,7 @@ def batch(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | 
     if size >= dp:
         return None
     because = f"a global batch of {size} leaves {dp - size} of dp_replicate * dp_shard = {dp} ranks without a sample"
-    return Refusal("batch", name_data(choice.layout), because)
+    return Refusal("batch", name_data(choice.layout), f"{because}; global_batch can be {least_batch(choice)} or more")
 
 
 def precision(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
@@ -115,7 +115,9 @@ def context(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal 
     chunks = cp * (2 if layout.context == "ring" else 1)
     if profile.seq % chunks:
         what = f"2 * cp({cp}) = {chunks}" if layout.context == "ring" else f"cp={cp}"
-        return Refusal("context", name, f"{what} does not divide {profile.seq} positions")
+        below = profile.seq // chunks * chunks
+        near = " or ".join(str(seq) for seq in (below, below + chunks) if seq)
+        return Refusal("context", name, f"{what} does not divide {profile.seq} positions; {near} can be divided")
     heads = profile.heads // layout.tp
     if layout.context == "ulysses" and heads % cp:
         whose = "a process" if layout.tp > 1 else profile.name

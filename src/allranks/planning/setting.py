@@ -156,6 +156,6 @@ def setting_of(choice: Choice) -> Setting:
 
 
 def _samples_of_a_forward(choice: Choice) -> int:
-    """Of the forward with the most samples: as many as `micro_batch` where that divides a rank's share (data/cut)."""
+    """Of the forward with the most samples: as many as `micro_batch` where it divides a rank's share (data/cut.py)."""
     steps = -(-choice.global_batch // (choice.layout.dp * choice.micro_batch))
     return -(-choice.global_batch // (steps * choice.layout.dp))

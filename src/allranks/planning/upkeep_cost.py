@@ -78,7 +78,7 @@ def state_bytes(profile: ModelProfile, setting: Setting) -> float:
 
 
 def _copy_seconds(cluster: Cluster, whole: float) -> float:
-    """Of each process's share into the host's memory; there already it is read and written."""
+    """Of each process's share into the host's memory; there already it is read and written (checkpointing/stage.py)."""
     share = whole / cluster.num_devices
     if cluster.device.kind == "cpu":
         return 2 * share / cluster.device.memory_bandwidth

@@ -14,6 +14,7 @@ from allranks.planning.catalog import nearest
 
 Model = TypeVar("Model", bound=BaseModel)
 NEEDED = 'nodes = 8, devices_per_node = 8 and device = "a100-80g" are enough'
+COUNTS = ("nodes", "devices_per_node")  # without one of them there is nothing to plan for
 LIKE = 'or say like = "a100-80g" to take from the catalog what is not given'
 
 
@@ -101,6 +102,13 @@ def _explain(first: Any, key: str, message: str, known: tuple[str, ...], missing
         case "literal_error":
             choices = re.findall("'([^']+)'", message)
             return f"unknown key '{key}'{nearest_word(leaf, choices)}"
+        case "greater_than_equal":
+            none = "no devices; " if leaf in COUNTS else ""
+            message = f"{none}give a whole number of at least {first['ctx']['ge']}"
+        case "greater_than":
+            message = f"a number above {first['ctx']['gt']} is expected"
+        case "int_type" | "int_from_float" | "int_parsing":
+            message = "a whole number is expected"
     return f"{key} = {as_toml(first['input'])}: {message[:1].lower()}{message[1:]}"
 
 

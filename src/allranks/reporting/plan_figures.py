@@ -1,11 +1,12 @@
 """The figures of a plan's page: memory by category, step time by cause, and the timeline of one step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, final
 
 from allranks.plan import Estimate, MemoryUse, StepTime
 from allranks.reporting.page import COLOURS
+from allranks.reporting.plan_text import SPARE, spare_bytes
 from allranks.reporting.timeline import Timeline
 from allranks.units import format_bytes, format_seconds
 
@@ -60,11 +61,21 @@ def parts_of(whole: MemoryUse | StepTime) -> tuple[Part, ...]:
     )
 
 
+def spare_of(estimate: Estimate) -> Part:
+    """What the allocator holds beyond all categories, on the fullest rank; may be 0."""
+    return Part("spare", SPARE, COLOURS[len(HOLDINGS)], spare_bytes(estimate))
+
+
 def draw_memory(estimate: Estimate) -> Any:
-    """Bytes by category on the fullest rank and on the stages, the interval of the peak, and the device's capacity."""
+    """Bytes by category on the fullest rank and on the stages, the interval of the peak, and the device's capacity.
+
+    The allocator's spare is known of the fullest rank: with it the bar ends at the expected peak.
+    """
     stages = sorted(estimate.stages.items()) if estimate.choice.layout.pp > 1 else []
     rows = {"fullest": estimate.memory} | {f"stage {stage}": use for stage, use in stages}
-    figure = _stack({name: parts_of(use) for name, use in rows.items()}, 1e-9, format_bytes)
+    spare, none = spare_of(estimate), replace(spare_of(estimate), size=0.0)
+    parts = {name: (*parts_of(use), spare if name == "fullest" else none) for name, use in rows.items()}
+    figure = _stack(parts, 1e-9, format_bytes)
     peak = estimate.peak_bytes
     _add_interval(figure, "fullest", (peak.low, peak.expected, peak.high), 1e-9, format_bytes)
     capacity = estimate.capacity_bytes * 1e-9

@@ -7,7 +7,7 @@ from typing import Any, final
 from allranks.plan import Estimate, MemoryUse, Plan, Ranked, Refusal, Span, StepTime, Traffic
 from allranks.reporting.axis_places import Axis, Node, devices_on_node, place_axes, show_nodes
 from allranks.reporting.page import COLOURS, draw_figure, render_template
-from allranks.reporting.plan_figures import KINDS, Part, draw_memory, draw_timeline, draw_times, parts_of
+from allranks.reporting.plan_figures import KINDS, Part, draw_memory, draw_timeline, draw_times, parts_of, spare_of
 from allranks.reporting.timeline import Timeline, make_timeline
 from allranks.units import format_bytes, format_count, format_seconds
 
@@ -85,10 +85,10 @@ def show_estimate(plan: Plan, estimate: Estimate) -> dict[str, Any]:
     """The figures of one estimate and what stands beside them, by the names that the template uses."""
     timeline = make_timeline(estimate.choice, estimate.time)
     times = {name: ranked.estimate for name, ranked in rank_all(plan)[: MOST_OTHERS + 1]}
-    num_ranks = estimate.choice.layout.pp
+    num_ranks, spare = estimate.choice.layout.pp, spare_of(estimate)
     return {
         "memory_figure": draw_figure(draw_memory(estimate), "memory"),
-        "memory_parts": _legend(estimate.memory, estimate.stages.values()),
+        "memory_parts": (*_legend(estimate.memory, estimate.stages.values()), *([spare] if spare.size else [])),
         "time_figure": draw_figure(draw_times(times), "times"),
         "time_parts": _legend(estimate.time, [other.time for other in times.values()]),
         "timeline": timeline,

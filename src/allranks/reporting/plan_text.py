@@ -13,6 +13,7 @@ from allranks.reporting.as_text import as_text, breakable
 from allranks.units import format_bytes, format_count, format_seconds
 
 WIDTH = 100
+SPARE = "allocator's spare"
 SHOWN_REFUSALS = 8
 BAR_CELLS = 24
 
@@ -114,12 +115,17 @@ def _figures(found: Estimate) -> RenderableType:
 def _where_it_goes(found: Estimate) -> list[RenderableType]:
     seconds = {name: value for name, value in asdict(found.time).items() if value > 0}
     sizes = {name: value for name, value in asdict(found.memory).items() if value > 0}
-    if (loose := found.peak_bytes.expected - found.memory.total) > 0:
-        sizes["allocator's spare"] = loose
+    if (spare := spare_bytes(found)) > 0:
+        sizes[SPARE] = spare
     return [
         *(Text(), Text("Where the step goes"), _bars(seconds, {k: format_seconds(v) for k, v in seconds.items()})),
         *(Text(), Text("What fills the memory"), _bars(sizes, {k: format_bytes(v) for k, v in sizes.items()})),
     ]
+
+
+def spare_bytes(found: Estimate) -> float:
+    """Of the expected peak of the fullest rank what the allocator holds beyond what is in use."""
+    return max(0.0, found.peak_bytes.expected - found.memory.total)
 
 
 def _bars(values: Mapping[str, float], written: Mapping[str, str]) -> RenderableType:
