@@ -28,6 +28,7 @@ from allranks.verifying.update_state import (
     settings_of,
     states_of,
 )
+from allranks.verifying.wrapper_watch import WrapperWatch
 
 SEED = 20261121
 OF_A_STEP = 1000
@@ -95,6 +96,7 @@ class OwnLoop:
     _step: StepRecord = field(default_factory=StepRecord)
     _hooks: list[Any] = field(default_factory=list)
     _scalers: list[GradScaler] = field(default_factory=list)
+    _wrappers: WrapperWatch = field(default_factory=lambda: WrapperWatch({}))
 
     def run(self) -> RunRecord:
         """Build, step, evaluate, and once more from each of its saves."""
@@ -135,7 +137,9 @@ class OwnLoop:
         self._scalers.clear()
         for hook in self._hooks:
             hook.remove()
+        self._wrappers.remove()
         self._model, self._optimizer = self.program.build(self.distributed)
+        self._wrappers = WrapperWatch(look.modules_of(self._model))
         if self.setting.shake is not None:
             look.shake(look.logical_parameters(self._model), self.setting.shake, self.setting.lowered)
         self._hooks = [
@@ -156,7 +160,6 @@ class OwnLoop:
             buffers=look.parts_of(look.logical_buffers(self._model)),
             tied=[tuple(some) for some in names.values() if len(some) > 1],
             unlinked=[name for name, p in parameters.items() if p.requires_grad and id(p) not in held],
-            wrapper=" ".join(type(module).__name__ for module in modules.values()),
             statistics=statistics_of(modules),
             optimizers=[type(optimizer).__name__ for optimizer in optimizers_of(self._optimizer)],
         )
@@ -240,6 +243,7 @@ class OwnLoop:
         return found
 
     def _after_update(self) -> None:
+        self._step.past = self._wrappers.take()
         parameters = look.logical_parameters(self._model)
         self._step.parameters = look.parts_of(parameters)
         self._step.buffers = look.parts_of(look.logical_buffers(self._model))

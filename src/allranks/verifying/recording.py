@@ -66,6 +66,7 @@ class StepRecord:
         seeds: digests of the generators (torch, numpy, python) before the step's batches were made.
         drew: whether making them drew random numbers of torch, numpy, python.
         kept: what `state` of the program gives.
+        past: names of the modules that spread the model and were not called themselves (wrapper_watch.py).
     """
 
     loss: float | None = None
@@ -85,6 +86,7 @@ class StepRecord:
     seeds: tuple[int, ...] = ()
     drew: tuple[bool, ...] = ()
     kept: Parts = field(default_factory=dict)
+    past: tuple[str, ...] = ()
 
 
 @final
@@ -95,7 +97,6 @@ class Start:
     Attributes:
         tied: names that share one tensor.
         unlinked: trainable parameters that no optimizer holds.
-        wrapper: class of the outermost module.
         statistics: modules whose statistics depend on the batch.
         optimizers: class names.
     """
@@ -104,7 +105,6 @@ class Start:
     buffers: Parts = field(default_factory=dict)
     tied: list[tuple[str, ...]] = field(default_factory=list)
     unlinked: list[str] = field(default_factory=list)
-    wrapper: str = ""
     statistics: list[str] = field(default_factory=list)
     optimizers: list[str] = field(default_factory=list)
 
