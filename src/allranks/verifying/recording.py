@@ -66,7 +66,7 @@ class StepRecord:
         seeds: digests of the generators (torch, numpy, python) before the step's batches were made.
         drew: whether making them drew random numbers of torch, numpy, python.
         kept: what `state` of the program gives.
-        past: names of the modules that spread the model and were not called themselves (wrapper_watch.py).
+        past: of an own loop, names of the modules that spread the model and were not called (wrapper_watch.py).
     """
 
     loss: float | None = None

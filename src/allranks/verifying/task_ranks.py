@@ -42,7 +42,6 @@ from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepReco
 from allranks.verifying.routing import Recorded, Replayer
 from allranks.verifying.shrinking import shrink
 from allranks.verifying.update_state import settings_of
-from allranks.verifying.wrapper_watch import WrapperWatch
 
 BACKEND_TIMEOUT_SECONDS = 120.0
 RUN_ID = "verify"
@@ -207,7 +206,6 @@ class _Run:
 
     def _step_through(self, session: Session, watching: WatchedPasses, contents: Contents, record: RunRecord) -> None:
         due = next((step for step in self._errand.saves if step > record.first), None)
-        wrappers = WrapperWatch(session.spread.modules if has_step(self._task) else {})  # else ours are called
         with session.loader() as loader:
             batch: StepBatch | None = next(loader, None)
             if batch is None:
@@ -221,7 +219,6 @@ class _Run:
                 self._observer.feed(self._in_work(batch, step.rows), step.draws)
                 outcome = session.step.run(batch, before, lambda: next(loader, None))
                 session.stream.take(batch)
-                step.past = wrappers.take()
                 _finish(session, step, batch, outcome, before)
                 record.steps.append(step)
                 before, batch = outcome.pending, outcome.upcoming
