@@ -28,7 +28,9 @@ def build(distributed):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2))
     own = [p for index, p in enumerate(model.parameters()) if owner(index) == dist.get_rank()]
-    return model, torch.optim.AdamW(own, lr=1e-2)
+    matrices, rest = [p for p in own if p.dim() > 1], [p for p in own if p.dim() == 1]
+    groups = {"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}
+    return model, torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
 
 
 def step(model, optimizer, batches):

@@ -22,6 +22,7 @@ from allranks.verifying.program import Program, cast_floats, in_order, order_of,
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord, saves_of
 from allranks.verifying.update_state import (
     is_number,
+    names_of,
     optimizers_of,
     scaler_states,
     scalers_told,
@@ -227,12 +228,14 @@ class OwnLoop:
 
     def _before_update(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         self._step.updates += 1
+        parameters = look.logical_parameters(self._model)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        everything = {id(p) for p in look.logical_parameters(self._model).values()}
+        everything = {id(p) for p in parameters.values()}
         alone = len(optimizers_of(self._optimizer)) == 1
         self._step.gradients |= self._gradients(everything if alone else held)
         for group in optimizer.param_groups:
             self._step.settings.append(settings_of(group))
+            self._step.groups.append(names_of(group, parameters))
 
     def _gradients(self, wanted: set[int]) -> Parts:
         parameters, done, found = look.logical_parameters(self._model), set(), {}

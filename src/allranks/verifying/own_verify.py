@@ -34,6 +34,7 @@ from allranks.verifying.program import Program
 from allranks.verifying.recording import OneDevice, RunRecord, saves_of
 from allranks.verifying.start_causes import judge_start, places_of, unplaced
 from allranks.verifying.unverified import Unverified, failing
+from allranks.verifying.update_state import align_settings
 from allranks.verifying.world_view import view_of
 
 LOWERED = (
@@ -164,6 +165,8 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
     if unknown:
         return cannot("a parameter cannot be compared", unknown, "give it the same logical name on both sides")
     world = view_of(ranks)
+    for run in ranks:
+        align_settings(run, one.run)
 
     @cache
     def shares(step: int) -> Any:

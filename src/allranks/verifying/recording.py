@@ -60,6 +60,7 @@ class StepRecord:
         gradients: gradients as the optimizer found them.
         norm: as torch's clipping had it.
         settings: of every param_group as the optimizer found it (lr, weight_decay, ...).
+        groups: of an own loop, the parameters of each of them.
         updates: calls of optimizer.step.
         parameters, buffers, state: after the step; optimizer state as "exp_avg.NAME".
         draws: dropouts, and noise of the program's own generators, in their order.
@@ -78,6 +79,7 @@ class StepRecord:
     gradients: Parts = field(default_factory=dict)
     norm: float | None = None
     settings: list[dict[str, float]] = field(default_factory=list)
+    groups: list[frozenset[str]] = field(default_factory=list)
     updates: int = 0
     parameters: Parts = field(default_factory=dict)
     buffers: Parts = field(default_factory=dict)
