@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from allranks.checkpointing import comparing
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.comparing import TensorDifference, compare
-from tests.checkpointing.worlds import counted_reads, parts, save_alone, whole_tensors
+from tests.checkpointing.worlds import counted_reads, parts, save_alone, save_together, whole_tensors
+from tests.distributed.pool import Pools
 
 
 def saved(directory: Path, changes: dict[str, torch.Tensor | None] | None = None, **options: Any) -> Checkpoint:
@@ -74,6 +76,66 @@ def test_other_types_shapes_and_names(first: Checkpoint, tmp_path: Path) -> None
     assert (missing.what, missing.second) == ("missing", "")
     extra = compare(first, saved(tmp_path / "d", {"model.more": torch.ones(2)})).tensors
     assert [(one.name, one.what) for one in extra] == [("model.more", "extra")]
+
+
+LARGE = 2**60  # float64 has every 256th number there
+
+
+@pytest.mark.parametrize(
+    ("dtype", "before", "after", "absolute"),
+    [
+        (torch.int64, [LARGE, 5], [LARGE + 1, 5], 1.0),
+        (torch.int64, [-(2**63), 0], [2**63 - 1, 0], 2.0**64),
+        (torch.int64, [-1, 0], [0, 0], 1.0),
+        (torch.int64, [2**32, 0], [2**32 - 1, 0], 1.0),
+        (torch.uint64, [2**64 - 1, 7], [2**64 - 2, 7], 1.0),
+        (torch.bool, [True, False], [False, False], 1.0),
+    ],
+)
+def test_whole_numbers_that_float64_takes_for_the_same_are_not(
+    dtype: torch.dtype, before: list[int], after: list[int], absolute: float, tmp_path: Path
+) -> None:
+    first, second = (
+        saved(tmp_path / name, {"model.count": torch.tensor(values, dtype=dtype)})
+        for name, values in (("a", before), ("b", after))
+    )
+    (found,) = compare(first, second).tensors
+    assert (found.what, found.elements, found.absolute, found.index) == ("altered", 1, absolute, (0,))
+
+
+def test_whole_numbers_of_other_types_are_the_same_only_where_they_are(tmp_path: Path) -> None:
+    def count(name: str, values: list[int], dtype: torch.dtype) -> Checkpoint:
+        return saved(tmp_path / name, {"model.count": torch.tensor(values, dtype=dtype)})
+
+    signed = count("signed", [LARGE + 1, -1], torch.int64)
+    for name, values, elements in (("a", [LARGE + 1, 2**64 - 1], 1), ("b", [LARGE, 2**64 - 1], 2)):
+        (found,) = compare(signed, count(name, values, torch.uint64)).tensors
+        assert (found.what, found.elements, found.index) == ("retyped", elements, (1,))
+    (found,) = compare(count("large", [3, -1], torch.int64), count("small", [3, -1], torch.int8)).tensors
+    assert (found.what, found.elements) == ("retyped", 0)
+
+
+@pytest.mark.distributed
+def test_a_save_by_two_ranks_differs_from_one_by_one_rank_in_what_was_changed_alone(
+    pool: Pools, first: Checkpoint, tmp_path: Path
+) -> None:
+    def changed() -> dict[str, torch.Tensor]:
+        tensors = whole_tensors()
+        tensors["model.embedding.weight"][12, 6] += 0.5
+        return tensors
+
+    def case() -> tuple[Path, Path]:
+        rank = dist.get_rank()
+        same = save_together(tmp_path / "same").path
+        return same, save_together(tmp_path / "changed", pairs=parts(changed(), rank, 2)).path
+
+    same, other = (Checkpoint.open(path) for path in pool(2).run(case)[0])
+    assert len(list(same.path.glob("*.safetensors"))) == 2
+    found = compare(first, same)
+    assert (found.equal, found.num_equal, found.tensors, found.state) == (True, 7, (), {})
+    difference = only(first, other)
+    assert (difference.name, difference.elements, difference.index) == ("model.embedding.weight", 1, (12, 6))
+    assert difference.absolute == pytest.approx(0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize(("value", "elements"), [(float("nan"), 1), (float("inf"), 1)])

@@ -8,6 +8,7 @@ import pytest
 from allranks.cli.main import main
 from tests.commands import POINTS, allranks
 
+COUPLED = str(Path(__file__).parents[2] / "corpus" / "S29_task_not_coupled.py")
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorial" / "find-a-bug.md").read_text()
 
 
@@ -40,8 +41,14 @@ def test_the_tutorial_finds_its_bug_and_mends_it(tmp_path: Path) -> None:
         ((POINTS, "--nproc", "1"), "one device is compared with at least 2 processes"),
         ((POINTS, "--layout", "single"), "one device is compared with at least 2 processes"),
         ((POINTS, "--layout", "tp=4,dp_shard=4"), "the nearest that exercises every axis: --layout dp_shard=2,tp=2"),
+        pytest.param(
+            (COUPLED, "--layout", "ddp", "--nproc", "2"),
+            "take the rows of all ranks by self.world.gather(rows) and say coupled = True",
+            marks=pytest.mark.distributed,
+        ),
     ],
 )
 def test_refusals(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert message in err and len(err.strip().splitlines()) == 1

@@ -39,7 +39,7 @@ def step_of(index: int, rows: Sequence[int]) -> StepRecord:
 
 
 def run_of(rows: Sequence[Sequence[int]]) -> RunRecord:
-    start = Start(parameters=parts(), buffers={}, wrapper="Net", optimizers=["SGD"])
+    start = Start(parameters=parts(), buffers={}, optimizers=["SGD"])
     return RunRecord(
         start=start,
         steps=[step_of(index, some) for index, some in enumerate(rows)],
@@ -58,7 +58,6 @@ def one_device() -> RunRecord:
 def two_ranks() -> list[RunRecord]:
     ranks = [run_of([[0, 1], [4, 5]]), run_of([[2, 3], [6, 7]])]
     for rank, run in enumerate(ranks):
-        run.start.wrapper = "DistributedDataParallel"
         run.evaluated = [100 + rank, 102 + rank]
         for step in run.steps:
             step.draws = [Draw(1000 * rank + len(step.rows), (2, 4), False, probability=0.5)]

@@ -107,6 +107,48 @@ def test_a_gradient_that_is_nowhere_and_one_of_zeros() -> None:
         assert (finding.verdict.kind, finding.tensor) == ("S11", "bias")
 
 
+@pytest.mark.parametrize(
+    ("past", "kind"), [(("g", "d"), "S10"), (("d",), "S10"), (("g",), "S11"), (("dis",), "S11"), ((), "S11")]
+)
+def test_of_several_modules_the_wrapper_that_was_passed_by_is_the_one_of_the_gradient(
+    past: tuple[str, ...], kind: str
+) -> None:
+    """The discriminator's weight is apart, `d.weight`."""
+
+    def named(run: RunRecord) -> None:
+        for step in run.steps:
+            step.raw["d.weight"] = step.raw.pop("weight")
+            step.gradients["d.weight"] = step.gradients.pop("weight")
+
+    def change(ranks: list[RunRecord]) -> None:
+        for rank, run in enumerate(ranks):
+            named(run)
+            scale(run.steps[0].raw, 1.0 + rank, ["d.weight"])
+            scale(run.steps[0].gradients, 1.0 + rank, ["d.weight"])
+            run.steps[0].past = past
+
+    (finding,) = judge(evidence(change, named))
+    assert (finding.verdict.kind, finding.tensor) == (kind, "d.weight")
+
+
+@pytest.mark.parametrize(("weight", "bias", "kind"), [(3, 1, "S36"), (3, 2, "S36"), (4, 1, "S16"), (3, 3, "S16")])
+def test_experts_are_stacked_matrices_among_what_has_fewer_dims(weight: int, bias: int, kind: str) -> None:
+    """And a convolution's weight, of four dims, is none."""
+
+    def shaped(run: RunRecord) -> None:
+        for name, dims in (("weight", weight), ("bias", bias)):
+            value = VALUES[name]
+            run.start.parameters[name] = Part(None, value.reshape(*value.shape, *[1] * (dims - value.dim())))
+
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            shaped(run)
+            scale(run.steps[0].raw, 0.5, ["weight"])
+
+    (finding,) = judge(evidence(change, shaped))
+    assert (finding.verdict.kind, finding.tensor) == (kind, "weight")
+
+
 def test_tied_tensors_and_recomputation() -> None:
     def tie(run: RunRecord) -> None:
         run.start.tied = [("bias", "other")]

@@ -34,6 +34,19 @@ def own(ranks: list[RunRecord]) -> None:
         scale(getattr(ranks[1].steps[0], what), 0.5)
 
 
+def past(ranks: list[RunRecord]) -> None:
+    """The same, where nobody has called the wrapper."""
+    own(ranks)
+    for run in ranks:
+        run.steps[0].past = ("",)
+
+
+def past_in_micro_batches(ranks: list[RunRecord]) -> None:
+    past(ranks)
+    for run in ranks:
+        run.steps[0].batch_sizes = (1, 1)
+
+
 def clipped_first(ranks: list[RunRecord]) -> None:
     scale(ranks[0].steps[0].raw, 1.5)
     scale(ranks[1].steps[0].raw, 0.5)
@@ -142,8 +155,10 @@ def evaluated(values: list[int]) -> Change:
 
 
 CASES: dict[str, tuple[Change, str, int | None, str | float]] = {
-    "no synchronisation at all": (own, "S10", 0, ""),
-    "apart, of a Task": (apart_of_a_task, "S10", 0, ""),
+    "no synchronisation at all": (own, "S11", 0, ""),
+    "apart, of a Task": (apart_of_a_task, "S11", 0, ""),
+    "past the wrapper": (past, "S10", 0, ""),
+    "past the wrapper in every micro-batch": (past_in_micro_batches, "S10", 0, ""),
     "clipped before the sum": (clipped_first, "S13", 0, ""),
     "divided by too few ranks": (lambda r: each(r, "raw", 2.0), "S9", 0, "data ranks = 2"),
     "divided once too often": (lambda r: each(r, "raw", 0.5), "S9", 0, "1/data ranks = 1/2"),
@@ -182,8 +197,9 @@ def apart_later(ranks: list[RunRecord]) -> None:
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        (own, "S10"),
-        (apart_later, "S10"),
+        (own, "S11"),
+        (past, "S10"),
+        (apart_later, "S11"),
         (clipped_first, "S13"),
         (lambda r: each(r, "raw", 2.0), "S9"),
         (lambda r: each(r, "gradients", 0.7), "S13"),

@@ -238,6 +238,7 @@ def test_uneven_targets_are_found_with_the_weights_of_the_ranks() -> None:
     ("step", "data", "more", "kind"),
     [
         (past_the_wrapper, batches(), {}, "S10"),
+        (past_the_wrapper, batches(), {"micro_batches": 2}, "S10"),
         (lambda m, o, b: train(m, o, b, a_billionth), batches(), {}, "S16"),
         (train, batches(ignored=1), {"micro_batches": 2}, "S8"),
     ],
@@ -290,16 +291,50 @@ def test_what_one_device_cannot_be_compared_with() -> None:
     assert hindrance(OneDevice(one_device())) is None
 
 
+def unless_empty(model: Any, optimizer: Any, some: Any) -> float:
+    """A step that has nothing to compute a loss of where there is no batch, or one of no rows."""
+    for x, y in some:
+        loss = nn.functional.cross_entropy(model(x[: len(x) or None]), y)
+        loss.backward()
+        assert len(x), "no rows"
+    return loss.item()
+
+
+def of_a_sample(*, empty: bool) -> Callable[[int, int], Any]:
+    """Steps of one sample, the second's for rank 0 alone: the others get an empty batch, or none."""
+
+    def data(rank: int, world_size: int) -> Any:
+        for index, (x, y) in enumerate(batches()):
+            few = 1 if index == 1 else len(x)
+            mine = x[:few].tensor_split(world_size)[rank], y[:few].tensor_split(world_size)[rank]
+            yield [mine] if empty or len(mine[0]) else []
+
+    return data
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_function_that_leaves_a_rank_without_a_sample_is_told(empty: bool) -> None:
+    answer = allranks.verify(plain, unless_empty, of_a_sample(empty=empty), num_steps=2)
+    assert answer.exit_code == 3 and str(answer).startswith(
+        "could not be verified: the data is too small to be split\n"
+        "  step 1 of data has samples, but none for rank 1 of 2 processes\n  rank 1:"
+    ), str(answer)
+    assert str(answer).endswith("next: give each step at least 2 samples, one for each process")
+
+
+def test_a_program_that_fails_where_every_rank_has_samples_is_not_excused_by_them() -> None:
+    def step(model: Any, optimizer: Any, some: Any) -> float:
+        assert dist.get_rank() == 0, "of its own"
+        return train(model, optimizer, some)
+
+    answer = allranks.verify(plain, step, drawn_for_all, num_steps=2)
+    assert str(answer).startswith("could not be verified: the program fails on one of 2 processes"), str(answer)
+    assert "of its own" in str(answer)
+
+
 def test_data_that_is_too_small_to_be_split_is_told() -> None:
     """And not as an error of the program, which has nothing to compute a loss of."""
-
-    def step(model: Any, optimizer: Any, some: Any) -> float:
-        for x, y in some:
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-        return loss.item()
-
-    answer = allranks.verify(build, step, [tuple(part[:1] for part in batch) for batch in batches()])
+    answer = allranks.verify(build, unless_empty, [tuple(part[:1] for part in batch) for batch in batches()])
     assert answer.exit_code == 3 and str(answer).startswith(
         "could not be verified: the data is too small to be split\n"
         "  step 0 of data has 1 sample, for 2 processes: some have none\n  rank 1:"

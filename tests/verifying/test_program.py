@@ -101,3 +101,18 @@ def test_a_step_with_fewer_samples_than_processes_is_told() -> None:
     assert few.too_small(2, 2) == "step 1 of data has 1 sample, for 2 processes: some have none"
     assert few.too_small(2, 8) == "step 0 of data has 4 samples, for 8 processes: some have none"
     assert few.too_small(1, 4) == "" == program(lambda rank, size: [[]]).too_small(2, 2)
+
+
+def test_a_step_of_a_function_that_leaves_a_rank_out_is_told() -> None:
+    """By no batch, by one of no rows, by an end that comes too early; not where one device has nothing either."""
+    some, none = [(torch.ones(2, 3), torch.ones(2))], [(torch.ones(0, 3), torch.ones(0))]
+
+    def gives(*last: Any) -> Program:
+        return program(lambda rank, size: [some, *(last if rank == size - 1 and size > 1 else (some,))])
+
+    told = "step 1 of data has samples, but none for rank 1 of 2 processes"
+    assert gives([]).leaves_out(2, 2) == gives(none).leaves_out(2, 2) == gives().leaves_out(2, 2) == told
+    assert gives([*none, *some]).leaves_out(2, 2) == gives([]).leaves_out(1, 2) == gives([]).leaves_out(2, 1) == ""
+    assert program(lambda rank, size: [[]] * 2).leaves_out(2, 2) == ""
+    alone = program(lambda rank, size: [some if rank == 0 else []])
+    assert alone.leaves_out(1, 4) == "step 0 of data has samples, but none for rank 1, 2, 3 of 4 processes"

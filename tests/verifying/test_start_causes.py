@@ -21,7 +21,18 @@ def buffer(ranks: list[RunRecord]) -> None:
 
 
 def unlinked(ranks: list[RunRecord]) -> None:
+    for run in ranks:
+        run.start.unlinked = ["bias"]
+
+
+def unlinked_where_it_is(ranks: list[RunRecord]) -> None:
+    """As of one stage of a pipeline: the other ranks have no such parameter."""
+    del ranks[1].start.parameters["bias"]
     ranks[0].start.unlinked = ["bias"]
+
+
+def halves(ranks: list[RunRecord]) -> None:
+    ranks[0].start.unlinked, ranks[1].start.unlinked = ["bias"], ["weight"]
 
 
 def dtype(ranks: list[RunRecord]) -> None:
@@ -33,10 +44,24 @@ def table(run: RunRecord) -> None:
     run.start.buffers = {"table": Part(None, torch.ones(3))}
 
 
-@pytest.mark.parametrize(("change", "kind"), [(initial, "S32"), (buffer, "S33"), (unlinked, "S12"), (dtype, "S27")])
+CASES = [(initial, "S32"), (buffer, "S33"), (unlinked, "S12"), (unlinked_where_it_is, "S12"), (dtype, "S27")]
+
+
+@pytest.mark.parametrize(("change", "kind"), CASES)
 def test_starts(change: Callable[[list[RunRecord]], None], kind: str) -> None:
     (finding,) = judge(evidence(change, table))
     assert (finding.verdict.kind, finding.step) == (kind, None)
+
+
+def test_what_some_ranks_optimizer_holds_is_linked_and_judged_by_what_becomes_of_it() -> None:
+    assert judge(evidence(halves)) == []
+
+    def kept_back(ranks: list[RunRecord]) -> None:
+        halves(ranks)
+        ranks[0].steps[0].parameters["bias"] = ranks[0].start.parameters["bias"]
+
+    (finding,) = judge(evidence(kept_back))
+    assert (finding.verdict.kind, finding.step, finding.tensor) == ("S12", 0, "bias")
 
 
 def test_a_statistic_in_another_precision_is_no_table() -> None:

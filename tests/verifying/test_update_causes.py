@@ -1,5 +1,6 @@
 """Causes of wrong updates, beyond the cases of test_judge: no gradient for a gradient of zero, tied tensors."""
 
+import pytest
 import torch
 
 from allranks.verifying.judge import judge
@@ -67,6 +68,33 @@ def test_all_groups_are_compared_where_there_are_as_many() -> None:
     assert given(0.99, 0.9) == [("S38", "step 0: betas.1 of group 1")]
     assert given(0.99) == [], "a stage of a pipeline may lack one"
     assert given(0.9) == [("S38", "step 0: betas.1 of group 0")]
+
+
+@pytest.mark.parametrize(
+    ("one", "ranks", "kind"),
+    [
+        ((1.0, 2.0), (0.5, 0.7), "S28"),
+        ((1.0, 2.0), (1.0, 0.7), "S28"),
+        ((1.0, 2.0), (0.5, 0.5), "S38"),  # alike on all: nothing that a rank has found by itself
+        ((1.0, 1.0), (0.5, 0.7), "S38"),  # and what stands still was asked for
+    ],
+)
+def test_a_number_that_moves_by_itself_and_is_each_ranks_own_is_state(
+    one: tuple[float, float], ranks: tuple[float, float], kind: str
+) -> None:
+    def told(run: RunRecord, *limits: float) -> None:
+        for step, limit in zip(run.steps, limits, strict=True):
+            step.settings = [{"lr": 0.1, "limit": limit}]
+
+    def change(runs: list[RunRecord]) -> None:
+        for run, limit in zip(runs, ranks, strict=True):
+            told(run, limit, one[1])
+
+    (finding,) = judge(evidence(change, lambda run: told(run, *one)))
+    assert (finding.verdict.kind, finding.step) == (kind, 0)
+    assert finding.verdict.what.startswith("step 0: limit of group 0 is")
+    both = f"the ranks have {ranks[0]:.6g}, {ranks[1]:.6g}"
+    assert (both in finding.verdict.evidence[0]) == (kind == "S28") == ("agree on limit" in finding.verdict.next)
 
 
 def test_adam_has_no_cause_of_its_own() -> None:

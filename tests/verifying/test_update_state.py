@@ -4,8 +4,11 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from allranks.verifying.recording import RunRecord, StepRecord
 from allranks.verifying.update_state import (
+    align_settings,
     is_number,
+    names_of,
     optimizers_of,
     scaler_states,
     scalers_told,
@@ -25,6 +28,32 @@ def test_settings_are_numbers_and_those_of_pairs() -> None:
     found = settings_of(optimizer.param_groups[0])
     assert (found["lr"], found["betas.0"], found["betas.1"]) == (0.5, 0.8, 0.95)
     assert "params" not in found and "betas" not in found
+
+
+def test_settings_of_a_part_of_the_groups_stand_where_one_device_has_them() -> None:
+    def step(**groups: float) -> StepRecord:
+        """Parameters, one a letter -> the weight decay of their group."""
+        return StepRecord(settings=[{"decay": value} for value in groups.values()], groups=[*map(frozenset, groups)])
+
+    one = step(ab=0.1, cd=0.0, e=0.3)
+    for mine, due in (
+        (step(d=0.0), [{}, {"decay": 0.0}, {}]),
+        (step(e=0.5, a=0.2), [{"decay": 0.2}, {}, {"decay": 0.5}]),
+        (step(d=0.0, x=0.7), [{"decay": 0.0}, {"decay": 0.7}]),  # of what one device has not
+        (step(c=0.0, b=0.1, e=0.3), [{"decay": 0.0}, {"decay": 0.1}, {"decay": 0.3}]),  # as many: by their places
+        (StepRecord(settings=[{"decay": 0.0}]), [{"decay": 0.0}]),
+    ):
+        align_settings(RunRecord(steps=[mine]), RunRecord(steps=[one]))
+        assert mine.settings == due
+    late, other = step(d=0.0), step(cd=0.0, e=0.3)
+    align_settings(RunRecord(resumed=RunRecord(steps=[late], first=1)), RunRecord(steps=[one, other]))
+    assert late.settings == [{"decay": 0.0}, {}], "beside the same step of one device"
+
+
+def test_names_of_a_group_are_those_of_its_parameters() -> None:
+    model = nn.Linear(2, 1)
+    named = dict(model.named_parameters()) | {"again": model.weight}
+    assert names_of({"params": [model.weight, torch.zeros(1)]}, named) == {"weight", "again"}
 
 
 def test_states_have_the_first_name_of_their_parameter() -> None:

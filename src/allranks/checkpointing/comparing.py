@@ -26,7 +26,8 @@ class TensorDifference:
         what: "missing" (only the first has it), "extra" (only the second), "reshaped", "retyped" (the same values where
             `elements` is 0), or "altered".
         first, second: dtype and shape in either, "" where it is not there.
-        elements: how many differ; 0 where no values were compared. Two NaN at one place do not.
+        elements: how many differ; 0 where no values were compared. Two NaN at one place do not. Whole numbers are
+            compared exactly with each other, and with floating ones in float64.
         absolute: the largest difference of two finite elements, found at `index`; inf where one of two is not finite.
         relative: `absolute` over the largest finite magnitude of the first.
     """
@@ -134,10 +135,12 @@ def _told(record: TensorRecord | None) -> str:
 
 
 def _compare_values(name: str, what: str, told: tuple[str, str], a: torch.Tensor, b: torch.Tensor) -> TensorDifference:
+    whole = not any(tensor.is_floating_point() or tensor.is_complex() for tensor in (a, b))
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    exact = _subtract_whole(a, b) if whole else None
     a, b = a.to(wide).reshape(a.shape), b.to(wide).reshape(b.shape)
-    differs = (a != b) & ~(a.isnan() & b.isnan())
-    apart = (a - b).abs()
+    differs = (a != b) & ~(a.isnan() & b.isnan()) if exact is None else exact != 0
+    apart = (a - b if exact is None else exact).abs()
     # Of two infinities of one sign the difference is no number, and they are equal; of a NaN and a number it is inf.
     apart = torch.where(differs, apart.nan_to_num(nan=float("inf"), posinf=float("inf")), torch.zeros_like(apart))
     if not apart.numel():
@@ -148,6 +151,19 @@ def _compare_values(name: str, what: str, told: tuple[str, str], a: torch.Tensor
     relative = largest / magnitude if magnitude else (float("inf") if largest else 0.0)
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), a.shape)) if a.dim() else ()
     return TensorDifference(name, what, *told, int(differs.sum()), largest, relative, index)
+
+
+def _subtract_whole(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a - b of whole numbers or bools as float64, which is 0 only where they are equal: float64 has not all of them."""
+    (high, low), (other_high, other_low) = _halves(a), _halves(b)
+    return (high - other_high).double() * 2.0**32 + (low - other_low).double()
+
+
+def _halves(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(high, low) with tensor = high * 2**32 + low, as int64."""
+    bits = tensor.to(torch.int64)  # those of uint64 wrap around
+    high = bits >> 32
+    return high & 0xFFFFFFFF if tensor.dtype == torch.uint64 else high, bits & 0xFFFFFFFF
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

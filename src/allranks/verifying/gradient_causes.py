@@ -10,6 +10,7 @@ from allranks.verifying.assembly import Mismatch, put_together
 from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.recording import Parts
+from allranks.verifying.wrapper_watch import is_below
 
 OF_FLOAT32, OF_BFLOAT16 = 1e-5, 0.03  # relative: how far some roundings in a forward move a gradient at most
 DIVIDED = "look at what the loss is divided by: the same number on all ranks as on one device"
@@ -46,11 +47,14 @@ def _unsynchronised(evidence: Evidence, step: int, what: str, apart: Sequence[Mi
     if inside:
         return _finding("S15", evidence, step, apart, "a gradient differs over ranks with the same samples",
                         axis=evidence.axis_apart(step, what, apart[0], world.model_axis))  # fmt: skip
-    wrapped = any(word in evidence.ranks[0].start.wrapper for word in ("Parallel", "FSDP"))
-    kind = "S10" if everything and wrapped and world.micro_batches == 1 else "S11"
+    _, ranks = evidence.step(step)
     lone = {rank for m in apart for rank in m.ranks}
-    if len(lone) == 1 and world.size > 2 and not everything:
+    if all(is_below(m.name, record.past) for m in apart for record in ranks):
+        kind = "S10"
+    elif len(lone) == 1 and world.size > 2 and not everything:
         kind = "S39"
+    else:
+        kind = "S11"
     axis = evidence.axis_apart(step, what, apart[0], world.data_axis)
     return _finding(kind, evidence, step, apart, "each rank has a gradient of its own", axis=axis)
 
@@ -129,8 +133,9 @@ def _scaled(
 
 def _look_like_experts(evidence: Evidence, off: Sequence[Mismatch]) -> bool:
     """Stacked matrices, one for each expert: three dims where the other parameters have fewer."""
-    shapes = {name: part.value.dim() for name, part in evidence.one.run.start.parameters.items()}
-    return all(shapes.get(m.name, 0) >= 3 for m in off if m.name in shapes)
+    dims = {name: part.value.dim() for name, part in evidence.one.run.start.parameters.items()}
+    stacked = {m.name for m in off}
+    return all(dim == 3 if name in stacked else dim < 3 for name, dim in dims.items())
 
 
 def _held_by(evidence: Evidence, name: str) -> int:

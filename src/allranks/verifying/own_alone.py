@@ -72,6 +72,15 @@ def run_alone(source: Source, setting: Setting, num_ranks: int) -> OneDevice:
         return OneDevice(first, right, lowered=lowered, too_small=short)
 
 
+def run_leaves_out(source: Source, setting: Setting, num_ranks: int) -> str:
+    """`Program.leaves_out`, in a process of its own: a function may go on from where it was. "" if it raises."""
+    with observer_of(setting), process_group(), default_dtype(setting.dtype):
+        try:
+            return read_program(source).leaves_out(setting.num_steps, num_ranks)
+        except (Exception, SystemExit):  # the user's data may raise anything; what the ranks raise is told
+            return ""
+
+
 def relative_of(setting: Setting) -> float:
     """Of a tensor's largest value that may differ without a reason."""
     return 1e-12 if setting.dtype else 1e-6

@@ -22,12 +22,14 @@ from allranks.verifying.program import Program, cast_floats, in_order, order_of,
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord, saves_of
 from allranks.verifying.update_state import (
     is_number,
+    names_of,
     optimizers_of,
     scaler_states,
     scalers_told,
     settings_of,
     states_of,
 )
+from allranks.verifying.wrapper_watch import WrapperWatch
 
 SEED = 20261121
 OF_A_STEP = 1000
@@ -95,6 +97,7 @@ class OwnLoop:
     _step: StepRecord = field(default_factory=StepRecord)
     _hooks: list[Any] = field(default_factory=list)
     _scalers: list[GradScaler] = field(default_factory=list)
+    _wrappers: WrapperWatch = field(default_factory=lambda: WrapperWatch({}))
 
     def run(self) -> RunRecord:
         """Build, step, evaluate, and once more from each of its saves."""
@@ -135,7 +138,9 @@ class OwnLoop:
         self._scalers.clear()
         for hook in self._hooks:
             hook.remove()
+        self._wrappers.remove()
         self._model, self._optimizer = self.program.build(self.distributed)
+        self._wrappers = WrapperWatch(look.modules_of(self._model))
         if self.setting.shake is not None:
             look.shake(look.logical_parameters(self._model), self.setting.shake, self.setting.lowered)
         self._hooks = [
@@ -156,7 +161,6 @@ class OwnLoop:
             buffers=look.parts_of(look.logical_buffers(self._model)),
             tied=[tuple(some) for some in names.values() if len(some) > 1],
             unlinked=[name for name, p in parameters.items() if p.requires_grad and id(p) not in held],
-            wrapper=" ".join(type(module).__name__ for module in modules.values()),
             statistics=statistics_of(modules),
             optimizers=[type(optimizer).__name__ for optimizer in optimizers_of(self._optimizer)],
         )
@@ -227,12 +231,14 @@ class OwnLoop:
 
     def _before_update(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         self._step.updates += 1
+        parameters = look.logical_parameters(self._model)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        everything = {id(p) for p in look.logical_parameters(self._model).values()}
+        everything = {id(p) for p in parameters.values()}
         alone = len(optimizers_of(self._optimizer)) == 1
         self._step.gradients |= self._gradients(everything if alone else held)
         for group in optimizer.param_groups:
             self._step.settings.append(settings_of(group))
+            self._step.groups.append(names_of(group, parameters))
 
     def _gradients(self, wanted: set[int]) -> Parts:
         parameters, done, found = look.logical_parameters(self._model), set(), {}
@@ -243,6 +249,7 @@ class OwnLoop:
         return found
 
     def _after_update(self) -> None:
+        self._step.past = self._wrappers.take()
         parameters = look.logical_parameters(self._model)
         self._step.parameters = look.parts_of(parameters)
         self._step.buffers = look.parts_of(look.logical_buffers(self._model))

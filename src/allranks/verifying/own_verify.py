@@ -19,13 +19,22 @@ from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge, judge_ranks
 from allranks.verifying.local_layouts import MOST_PROCESSES
 from allranks.verifying.low_precision import judge_low_precision, noisy_gradients, say_errors, say_noisy
-from allranks.verifying.own_alone import Source, observer_of, read_program, relative_of, run_alone, run_shares
+from allranks.verifying.own_alone import (
+    Source,
+    observer_of,
+    read_program,
+    relative_of,
+    run_alone,
+    run_leaves_out,
+    run_shares,
+)
 from allranks.verifying.own_group import process_group
 from allranks.verifying.own_loop import OwnLoop, Setting
 from allranks.verifying.program import Program
 from allranks.verifying.recording import OneDevice, RunRecord, saves_of
 from allranks.verifying.start_causes import judge_start, places_of, unplaced
 from allranks.verifying.unverified import Unverified, failing
+from allranks.verifying.update_state import align_settings
 from allranks.verifying.world_view import view_of
 
 LOWERED = (
@@ -115,10 +124,7 @@ def _verified(source: Source, setting: Setting, nproc: int) -> Answer:
     try:
         ranks = launch_without_gpus(run_rank, source, _of_ranks(setting), nproc=nproc)
     except (RankFailed, ProcessError) as error:  # it raised; it was killed, or ended itself
-        if stopped is None and one.too_small:
-            advice = f"give each step at least {nproc} samples, one for each process"
-            return cannot("the data is too small to be split", f"{one.too_small}\n{error}", advice)
-        return stopped or cannot(f"the program fails on one of {nproc} processes", str(error), RUN_IT)
+        return stopped or _failed(source, setting, one, nproc, str(error))
     if stopped is not None:
         findings = judge_ranks(Evidence(one, ranks, view_of(ranks)))
         return Answer(tuple(findings), one, ranks, view_of(ranks), noise=stopped.unverified) if findings else stopped
@@ -129,6 +135,17 @@ def _alone(source: Source, setting: Setting, nproc: int) -> OneDevice:
     with failing(*ALONE):
         one: OneDevice = launch_without_gpus(run_alone, source, setting, nproc, nproc=1)[0]
     return one
+
+
+def _failed(source: Source, setting: Setting, one: OneDevice, nproc: int, error: str) -> Answer:
+    """Why the ranks failed: there was no sample for some of them, or the program itself."""
+    fails = f"the program fails on one of {nproc} processes"
+    with failing(fails, RUN_IT):
+        short = one.too_small or launch_without_gpus(run_leaves_out, source, setting, nproc, nproc=1)[0]
+    if not short:
+        return cannot(fails, error, RUN_IT)
+    advice = f"give each step at least {nproc} samples, one for each process"
+    return cannot("the data is too small to be split", f"{short}\n{error}", advice)
 
 
 def hindrance(one: OneDevice) -> Answer | None:
@@ -148,6 +165,8 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
     if unknown:
         return cannot("a parameter cannot be compared", unknown, "give it the same logical name on both sides")
     world = view_of(ranks)
+    for run in ranks:
+        align_settings(run, one.run)
 
     @cache
     def shares(step: int) -> Any:

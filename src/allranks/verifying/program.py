@@ -64,11 +64,24 @@ class Program:
             yield cut(_share(batch, rank, world_size), self.micro_batches)
 
     def too_small(self, num_steps: int, world_size: int) -> str:
-        """Which step of a list leaves a rank without a sample, in words; "" where none does, or where none is known."""
+        """Which step of a list has fewer samples than ranks, in words; "" where none has, and of a function."""
         for step, batch in enumerate(islice([] if callable(self.data) else self.data, num_steps)):
             if (size := num_samples(batch)) < world_size:
                 samples = f"{size} sample" if size == 1 else f"{size} samples"
                 return f"step {step} of data has {samples}, for {world_size} processes: some have none"
+        return ""
+
+    def leaves_out(self, num_steps: int, world_size: int) -> str:
+        """Which step gives a rank no sample and one device some, in words; "" where none does. Calls `data` anew."""
+        whole = [_has_samples(batches) for batches in islice(self.steps(0, 1), num_steps)]
+        ranks = [
+            [_has_samples(batches) for batches in islice(self.steps(rank, world_size), num_steps)]
+            for rank in range(world_size)
+        ]
+        for step in (step for step, some in enumerate(whole) if some):
+            out = [str(rank) for rank, own in enumerate(ranks) if not any(own[step : step + 1])]
+            if out:
+                return f"step {step} of data has samples, but none for rank {', '.join(out)} of {world_size} processes"
         return ""
 
     def evaluation_batches(self, rank: int, world_size: int) -> list[Any]:
@@ -86,11 +99,20 @@ def cut(batch: Any, number: int) -> list[Any]:
 
 def num_samples(batch: Any) -> int:
     """The common length of the tensors of a batch. Raises DataError where they have none."""
-    lengths = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    lengths = _lengths(batch)
     if len(lengths) != 1:
         what = f"tensors of lengths {sorted(lengths)}" if lengths else "no tensor"
         raise DataError(f"a global batch of data holds {what}: give tensors whose first dim counts the samples")
     return int(lengths.pop())
+
+
+def _has_samples(batches: Sequence[Any]) -> bool:
+    """Whether not all tensors of a step have length 0."""
+    return any(_lengths(batch) != {0} for batch in batches)
+
+
+def _lengths(batch: Any) -> set[int]:
+    return {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
 
 
 def _share(batch: Any, index: int, number: int) -> Any:
@@ -133,7 +155,7 @@ def shuffled(batch: Any, seed: int) -> Any:
 
 def order_of(batch: Any, seed: int) -> torch.Tensor | None:
     """The places that `shuffled` takes the samples from; None where it leaves them as they are."""
-    lengths = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    lengths = _lengths(batch)
     if len(lengths) != 1:
         return None
     return torch.randperm(lengths.pop(), generator=torch.Generator().manual_seed(seed))

@@ -60,12 +60,14 @@ class StepRecord:
         gradients: gradients as the optimizer found them.
         norm: as torch's clipping had it.
         settings: of every param_group as the optimizer found it (lr, weight_decay, ...).
+        groups: of an own loop, the parameters of each of them.
         updates: calls of optimizer.step.
         parameters, buffers, state: after the step; optimizer state as "exp_avg.NAME".
         draws: dropouts, and noise of the program's own generators, in their order.
         seeds: digests of the generators (torch, numpy, python) before the step's batches were made.
         drew: whether making them drew random numbers of torch, numpy, python.
         kept: what `state` of the program gives.
+        past: of an own loop, names of the modules that spread the model and were not called (wrapper_watch.py).
     """
 
     loss: float | None = None
@@ -77,6 +79,7 @@ class StepRecord:
     gradients: Parts = field(default_factory=dict)
     norm: float | None = None
     settings: list[dict[str, float]] = field(default_factory=list)
+    groups: list[frozenset[str]] = field(default_factory=list)
     updates: int = 0
     parameters: Parts = field(default_factory=dict)
     buffers: Parts = field(default_factory=dict)
@@ -85,6 +88,7 @@ class StepRecord:
     seeds: tuple[int, ...] = ()
     drew: tuple[bool, ...] = ()
     kept: Parts = field(default_factory=dict)
+    past: tuple[str, ...] = ()
 
 
 @final
@@ -95,7 +99,6 @@ class Start:
     Attributes:
         tied: names that share one tensor.
         unlinked: trainable parameters that no optimizer holds.
-        wrapper: class of the outermost module.
         statistics: modules whose statistics depend on the batch.
         optimizers: class names.
     """
@@ -104,7 +107,6 @@ class Start:
     buffers: Parts = field(default_factory=dict)
     tied: list[tuple[str, ...]] = field(default_factory=list)
     unlinked: list[str] = field(default_factory=list)
-    wrapper: str = ""
     statistics: list[str] = field(default_factory=list)
     optimizers: list[str] = field(default_factory=list)
 

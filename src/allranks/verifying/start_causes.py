@@ -105,12 +105,13 @@ def is_untied(names: Sequence[str], start: Start) -> bool:
 
 
 def _linked(evidence: Evidence) -> list[Finding]:
+    """What no rank's optimizer holds. Each may hold another part (ZeRO-1): what it then makes of it shows in a step."""
     due = set(evidence.one.run.start.unlinked)
+    held = {n for run in evidence.ranks for n in run.start.parameters.keys() - set(run.start.unlinked)}
     for rank, run in enumerate(evidence.ranks):
-        left = [name for name in run.start.unlinked if name not in due]
-        zero = any("ZeroRedundancy" in name for name in run.start.optimizers)
-        if left and not zero:
-            said = f"of rank {rank}'s trainable parameters its optimizer lacks {len(left)}"
+        left = [name for name in run.start.unlinked if name not in due | held]
+        if left:
+            said = f"of rank {rank}'s trainable parameters no rank's optimizer holds {len(left)}"
             return [found("S12", f"the optimizer does not hold what the model computes with: {few(left)}", said,
                           tensor=left[0])]  # fmt: skip
     return []

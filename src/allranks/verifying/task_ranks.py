@@ -263,7 +263,6 @@ def _start(session: Session) -> Start:
         buffers=_parts(session, "buffer"),
         tied=[tuple(some) for some in tied.values()],
         unlinked=[name for name, tensor in spread.trainable().items() if id(tensor) not in held],
-        wrapper=" ".join(type(module).__name__ for module in spread.modules.values()),
         optimizers=[type(one).__name__ for one in session.optimizers.by_name.values()],
     )
 

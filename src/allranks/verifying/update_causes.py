@@ -26,19 +26,37 @@ def judge_settings(evidence: Evidence, step: int) -> list[Finding]:
 def _setting(evidence: Evidence, step: int, rank: int, group: int, key: str, value: float, due: float) -> Finding:
     axis = evidence.world.by_factor(value / due, evidence.world.data_axis) if due else evidence.world.data_axis
     factor = evidence.world.in_words(value / due, axis) if due else ""
-    if key != "lr":
-        kind = "S38"
-    else:
+    said, advice = f"the samples seen are the same: {key} is a function of them, or of the number of steps", ""
+    if key == "lr":
         kind = "S23" if _same_ratio(evidence, rank, group) else "S22"
+    elif _moves(evidence, group, key) and len(held := _held(evidence, step, group, key)) > 1:
+        kind, advice = "S28", f"agree on {key} over all ranks before the step goes by it"
+        said = f"{key} moves from step to step on one device, and the ranks have {', '.join(f'{v:.6g}' for v in held)}"
+    else:
+        kind = "S38"
     times = f", {factor} times" if factor != "" else ""
     return found(
         kind,
         f"step {step}: {key} of group {group} is {value:.6g} on rank {rank}, on one device {due:.6g}{times}",
-        f"the samples seen are the same: {key} is a function of them, or of the number of steps",
+        said,
         axis=axis,
         factor=factor,
         step=step,
+        next=advice,
     )
+
+
+def _moves(evidence: Evidence, group: int, key: str) -> bool:
+    """Whether one device has other values of a setting in some steps: it is state then, and nothing that was asked."""
+    settings = [step.settings[group] for step in evidence.one.run.steps if group < len(step.settings)]
+    return len({some[key] for some in settings if key in some}) > 1
+
+
+def _held(evidence: Evidence, step: int, group: int, key: str) -> list[float]:
+    """The different values of a setting that the ranks have."""
+    _, ranks = evidence.step(step)
+    groups = [record.settings[group] for record in ranks if group < len(record.settings)]
+    return list(dict.fromkeys(some[key] for some in groups if key in some))
 
 
 def _same_ratio(evidence: Evidence, rank: int, group: int) -> bool:

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from allranks.verifying.observation import part_of
-from allranks.verifying.recording import Part, Parts
+from allranks.verifying.recording import Part, Parts, RunRecord, StepRecord
 
 SCALING = ("unscale_", "step", "update")
 
@@ -29,6 +29,32 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, float]:
         f"{k}.{place}": v for k, some in group.items() if isinstance(some, tuple) for place, v in enumerate(some)
     }
     return {key: float(value) for key, value in {**group, **several}.items() if key != "params" and is_number(value)}
+
+
+def names_of(group: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Which of these parameters a param_group holds."""
+    held = {id(parameter) for parameter in group["params"]}
+    return frozenset(name for name, parameter in parameters.items() if id(parameter) in held)
+
+
+def align_settings(run: RunRecord, one: RunRecord) -> None:
+    """Put a rank's settings where one device has those of the same parameters; {} where the rank holds none of these.
+
+    In every step, also after a load, in which it has another number of groups, as with ZeRO-1 by hand, and holds
+    parameters of one device in each.
+    """
+    for step, due in zip(run.steps, one.steps[run.first :], strict=False):
+        _align(step, due)
+    if run.resumed is not None:
+        align_settings(run.resumed, one)
+
+
+def _align(step: StepRecord, one: StepRecord) -> None:
+    places = [next((i for i, names in enumerate(one.groups) if names & mine), None) for mine in step.groups]
+    if len(step.groups) == len(one.groups) or not places or None in places:
+        return
+    held = dict(zip(places, step.settings, strict=True))
+    step.settings = [held.get(place, {}) for place in range(len(one.settings))]
 
 
 def states_of(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Parts:
