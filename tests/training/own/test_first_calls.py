@@ -98,7 +98,8 @@ def samples() -> TensorDataset:
 
 def distance(output: Any, batch: Any) -> torch.Tensor:
     value = output.value if isinstance(output, Boxed) else output
-    return (value - batch[1]).square().sum()
+    found: torch.Tensor = (value - batch[1]).square().sum()
+    return found
 
 
 def called(world: World, model: nn.Module, batch: Any) -> None:
