@@ -49,7 +49,9 @@ class Pair(nn.Module):
         x.mul_(0.5)  # it writes into what it is given
         with torch.autocast("cpu", torch.bfloat16) if self.between == "bfloat16" else nullcontext():
             found: torch.Tensor = self.down(self.act(self.drop(self.up(x))))
-        found = found.to(x.dtype) + (shift if isinstance(shift, float) else 0.0)
+        if isinstance(shift, float):
+            found = found + shift
+        found = found.to(x.dtype)
         if self.between == "draws":
             found = found * torch.rand_like(found)
         return found
@@ -96,7 +98,8 @@ def samples() -> TensorDataset:
 
 def distance(output: Any, batch: Any) -> torch.Tensor:
     value = output.value if isinstance(output, Boxed) else output
-    return (value - batch[1]).square().sum()
+    found: torch.Tensor = (value - batch[1]).square().sum()
+    return found
 
 
 def called(world: World, model: nn.Module, batch: Any) -> None:
