@@ -1,4 +1,4 @@
-"""In the processes of plan_local.py: the machine's figures, then steps of every layout by turns."""
+"""What plan_local.py measures in its processes: steps of every layout, by turns."""
 
 import os
 import time
@@ -14,20 +14,18 @@ from torch.nn import functional
 import allranks
 from allranks.benchmarking.small_programs import session_steps
 from allranks.benchmarking.subject import Subject
-from allranks.cli.calibration import measure_in
 from allranks.config import Config, resolve_config
 from allranks.errors import AllranksError
 from allranks.launching.environment import read_environment
 from allranks.layout import Layout
-from allranks.layout_string import parse_layout
 from allranks.parallel.backend import DeviceChoice, choose_device, start, stop
 from allranks.process_environment import ProcessEnvironment
-from allranks.profiling.calibrate import Figures
 
 TIMEOUT_SECONDS = 240.0
 WARM_STEPS = 2
 """Steps of each layout before any is timed: optimizer state is made in the first, DDP builds its buckets after it."""
 SPARE_STEPS = 2
+PRECISION = "float32"
 WIDTH, HIDDEN, DEPTH, CLASSES = 512, 1536, 6, 64
 
 
@@ -38,6 +36,7 @@ class Case:
     Attributes:
         model: a key of TASKS.
         layout: as a string.
+        context: what such a string does not hold (`layout.context`).
         global_batch: the same for all layouts of a model, so that their steps can be compared.
         micro_batch: samples of a forward on one data-parallel rank.
     """
@@ -46,10 +45,11 @@ class Case:
     layout: str
     global_batch: int
     micro_batch: int
+    context: str = "ulysses"
 
     def resolve(self, nproc: int) -> Layout:
         """On `nproc` processes."""
-        return Layout.resolve(parse_layout(self.layout), nproc)
+        return Layout.resolve(config_of(self, 1).layout, nproc)
 
 
 class Vectors(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -110,20 +110,18 @@ def config_of(case: Case, steps: int) -> Config:
     """`steps` steps of a case."""
     overrides = [f"train.steps={steps}", f"train.global_batch={case.global_batch}", "evaluate.every=0"]
     overrides += [f"train.micro_batch={case.micro_batch}", "optimizer.lr=0.0001", "train.max_norm=1.0"]
+    overrides += [f"layout.context={case.context}", f"train.precision={PRECISION}"]
     return resolve_config(task_defaults={}, toml=None, overrides=overrides, layout=case.layout)
 
 
-def run(
-    cases: Sequence[Case], turns: int, quick: bool, with_figures: bool
-) -> tuple[Figures | None, list[list[float]], list[list[float]], dict[int, str]]:
-    """In every process: (the machine's figures, seconds of each turn of each case, the processor's seconds of them, and
-    by place in `cases` why one was refused)."""
+def run(cases: Sequence[Case], turns: int) -> tuple[list[list[float]], list[list[float]], dict[int, str]]:
+    """In every process: (seconds of each turn of each case, the processor's seconds of them, and by place in `cases`
+    why one was refused)."""
     environment = read_environment(os.environ)
     choice = choose_device(environment, "cpu", "gloo")
     start(environment, choice, timeout_seconds=TIMEOUT_SECONDS)
     try:
-        figures = measure_in(environment, choice, quick=quick) if with_figures else None
-        return figures, *_take_turns(cases, turns, environment, choice)
+        return _take_turns(cases, turns, environment, choice)
     finally:
         stop()
 

@@ -24,6 +24,7 @@ from tests.guardrails import FLOORS
 from tools.clusters import render_clusters
 from tools.dryrun_scores import render_measured, render_rehearse
 from tools.faults import render_faults
+from tools.local_plans import render_local
 from tools.marked import replace_marked
 from tools.migrations import MIGRATIONS, render_migration
 from tools.pictures import COLLECTIVES, draw
@@ -169,7 +170,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/faults.md": lambda: f"# Faults\n\n{NOTE}{render_faults()}",
     "docs/explanation/planner-accuracy.md": lambda: render_accuracy(NOTE),
     "docs/explanation/scale.md": lambda: render_scale(NOTE),
-    "docs/explanation/measured.md": render_measured,
+    "docs/explanation/measured.md": lambda: render_local(render_measured()),
     "docs/how-to/plan-100b.md": render_100b,
     "docs/how-to/rehearse.md": render_rehearse,
     "docs/explanation/verify.md": render_verify,

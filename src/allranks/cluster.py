@@ -17,6 +17,7 @@ class FixedSeconds:
         unit_message: of gathering or reducing one sharded unit, besides the collective.
         move: of one collective between layers that tp cuts, besides the collective.
         hop: of one message between stages, besides the message.
+        parting: of one operation whose backward a schedule makes in two parts, besides what it takes in one.
     """
 
     operation: float = 0.0
@@ -25,6 +26,7 @@ class FixedSeconds:
     unit_message: float = 0.0
     move: float = 0.0
     hop: float = 0.0
+    parting: float = 0.0
 
 
 @final

@@ -1,9 +1,19 @@
 """Stages, micro-steps under way, and bubbles, against the papers' formulas."""
 
+import importlib
+from typing import Any
+
 import pytest
 
-from allranks.planning.pipeline import pipeline_seconds, shared_bubble, shared_out, stages_of, under_way
+from allranks.planning.pipeline import parted_share, pipeline_seconds, shared_bubble, shared_out, stages_of, under_way
 from tests.planning.profiles import decoder
+
+
+@pytest.fixture(scope="module")
+def schedules() -> Any:
+    """torch's; what it imports sets an environment variable, before any test looks."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    return importlib.import_module("torch.distributed.pipelining.schedules")
 
 
 def layers_of(total: int, pp: int, chunks: int = 1) -> list[int]:
@@ -56,6 +66,25 @@ def test_zero_bubbles() -> None:
     # 2401.10241, table 1: ZB-H1 leaves (p - 1)(F + B - W), ZB-H2 (p - 1)(F + B - 2W).
     assert pipeline_seconds("zb-1p", forward, backward, weight, 1, 16)[1] == 3 * (2 + 2 - 1)
     assert pipeline_seconds("zb-2p", forward, backward, weight, 1, 16)[1] == 3 * (2 + 2 - 2)
+
+
+def test_zero_bubbles_part_every_backward_and_dualpipev_those_at_its_ends() -> None:
+    assert [parted_share(name, 4, 8) for name in ("gpipe", "1f1b", "interleaved", "looped_bfs")] == [0.0] * 4
+    assert [parted_share(name, 4, 8) for name in ("interleaved_zb", "zbv", "zb-1p")] == [1.0] * 3
+    assert parted_share("dualpipev", 4, 8) == 7 / 16 and parted_share("dualpipev", 4, 2) == 1.0
+    assert parted_share("zbv", 1, 8) == 0.0
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_dualpipev_parts_as_many_backwards_as_torch_schedules(schedules: Any, pp: int) -> None:
+    made = schedules.ScheduleDualPipeV.__new__(schedules.ScheduleDualPipeV)
+    micro_steps = 2 * pp
+    made.pp_group_size, made._n_microbatches, made._num_stages = pp, micro_steps, 2 * pp
+    made.stage_index_to_group_rank = schedules.generate_stage_to_rank_mapping(pp, 2 * pp, style="v")
+    made.rank_to_stages = schedules.generate_rank_to_stage_mapping(pp, 2 * pp, style="v")
+    actions = made._calculate_single_rank_operations(0)
+    parted = sum(one.computation_type == schedules.BACKWARD_INPUT for one in actions if one is not None)
+    assert parted_share("dualpipev", pp, micro_steps) == parted / (2 * micro_steps)
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:

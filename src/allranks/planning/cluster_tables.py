@@ -41,7 +41,7 @@ OTHER_UNITS = {
 
 # Decimal from the text of the file to the value in bytes or seconds: no figure is rounded twice, so that a file that
 # was written reads back bit for bit.
-Fixed = Literal["operation", "micro_step", "step", "unit_message", "move", "hop"]
+Fixed = Literal["operation", "micro_step", "step", "unit_message", "move", "hop", "parting"]
 Figure = Annotated[Decimal, BeforeValidator(_is_number), Field(gt=0)]
 
 

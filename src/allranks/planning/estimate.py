@@ -15,7 +15,7 @@ from allranks.planning.corrections import factor_of
 from allranks.planning.data_traffic import DataCost, data_cost, held_trained
 from allranks.planning.host_parameters import host_cost, waits_on_host
 from allranks.planning.host_traffic import host_seconds
-from allranks.planning.pipeline import pipeline_seconds, shared_bubble
+from allranks.planning.pipeline import parted_share, pipeline_seconds, shared_bubble
 from allranks.planning.pipeline_traffic import hop_seconds, pipeline_traffic
 from allranks.planning.processor import is_processor
 from allranks.planning.processor_traffic import on_processor, processor_data_cost
@@ -97,6 +97,7 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
     gradients and what is recomputed are so many launches (`Mechanisms.dispatch_seconds`, planning/mechanisms.py).
     """
     how = setting.mechanisms
+    parted = how.fixed.parting * parted_share(setting.schedule, setting.pp, setting.micro_steps)
     sums = [0.0] * 7 + [how.fixed.micro_step]
     for count, cost in zip(held, costs, strict=True):
         if count:
@@ -105,9 +106,10 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
             collective = how.collective_kernels * how.dispatch_seconds + how.wait_seconds * max(0, setting.tp - SOCKET)
             dispatched = kernels * how.dispatch_seconds + cost.collectives * 3 * collective
             device = cost.forward + cost.backward + cost.weight + cost.again + exposed
+            fixed = kernels * how.fixed.operation + cost.kernels * parted
             parts = (
                 *(cost.forward, cost.backward, cost.weight, cost.again, exposed, cost.context, cost.expert),
-                (device**MEETING + dispatched**MEETING) ** (1 / MEETING) - device + kernels * how.fixed.operation,
+                (device**MEETING + dispatched**MEETING) ** (1 / MEETING) - device + fixed,
             )
             sums = [total + count * part for total, part in zip(sums, parts, strict=True)]
     return _Stage(*sums)

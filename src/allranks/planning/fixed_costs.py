@@ -16,8 +16,9 @@ from allranks.plan import Choice
 from allranks.planning.estimate import estimate
 
 MICRO_BATCH = 4
-DEEPER, MORE = 3, 4
-"""How often the blocks of the shallow program the deep one has, and the forwards of the short one the long one."""
+DEEPER, MORE, TWICE = 3, 4, 2
+"""How often the blocks of the shallow program the deep one has, and the forwards of the short one the long one; and
+how many forwards for each process where two schedules are compared."""
 MOST_STAGES = 8
 """Processes up to which layers are cut and staged over all of them: a chain for more would take minutes."""
 UNIT_SECONDS = 1e-4
@@ -36,7 +37,8 @@ class Program:
     def choice(self, num_processes: int) -> Choice:
         """What it is to the planner."""
         layout = Layout.resolve(parse_layout(self.layout), num_processes)
-        return Choice(layout, MICRO_BATCH * layout.dp * self.micro_steps, MICRO_BATCH, "float32")
+        batch, chunks = MICRO_BATCH * layout.dp * self.micro_steps, layout.num_stages // layout.pp
+        return Choice(layout, batch, MICRO_BATCH, "float32", chunks)
 
 
 def pairs(num_processes: int) -> dict[str, tuple[Program, Program | None]]:
@@ -55,6 +57,8 @@ def pairs(num_processes: int) -> dict[str, tuple[Program, Program | None]]:
         cut, staged, few = f"tp={num_processes}", f"pp={num_processes}", num_processes
         found["move"] = (Program(cut, deep, 1), Program(cut, shallow, 1))
         found["hop"] = (Program(staged, shallow, MORE * few), Program(staged, shallow, few))
+        parted, whole = (f"{staged},schedule={name}" for name in ("interleaved_zb", "interleaved"))
+        found["parting"] = (Program(parted, deep, TWICE * few), Program(whole, deep, TWICE * few))
     return found
 
 

@@ -96,6 +96,17 @@ def under_way(schedule: str, stage: int, pp: int, chunks: int, micro_steps: int)
     return float(min(micro_steps, pp - stage))
 
 
+def parted_share(schedule: str, pp: int, micro_steps: int) -> float:
+    """Share of its backwards that the first rank makes in two parts, for the input first and for the weights later.
+
+    All under zero bubble (2401.10241, section 2). DualPipeV parts 2 * pp - 1 of its two in each micro-step and overlaps
+    the others with forwards (torch 2.13, distributed/pipelining/schedules.py, ScheduleDualPipeV).
+    """
+    if pp == 1 or schedule not in SPLIT:
+        return 0.0
+    return min(1.0, (2 * pp - 1) / (2 * micro_steps)) if schedule == "dualpipev" else 1.0
+
+
 def pipeline_seconds(
     schedule: str,
     forward: Sequence[float],
