@@ -109,8 +109,8 @@ def scaled_loop(
                 loss = forward(model, batch)
             scaler.scale(loss / divisor).backward()
         scaler.unscale_(optimizer)
-        for parameter in (p for p in model.parameters() if p.grad is not None and expected):
-            parameter.grad *= divisor / max(1, targets)
+        for gradient in (p.grad for p in model.parameters() if p.grad is not None and expected):
+            gradient.mul_(divisor / max(1, targets))
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         scaler.step(optimizer)

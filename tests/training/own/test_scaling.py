@@ -167,7 +167,7 @@ def test_a_resumed_loop_goes_on_at_the_same_scale(pool: Pools, tmp_path: Path, n
     keys = ("step", "loss", "grad_norm", "loss_scale", "skipped_steps", "skipped")
     lines = [[{key: line.get(key) for key in keys} for line in journal(tmp_path / run)] for run in ("whole", "crashed")]
     assert lines[0] == lines[1]
-    assert lines[0][3]["loss_scale"] < 2**16, "it was halved before the save"
+    assert journal(tmp_path / "whole")[3]["loss_scale"] < 2**16, "it was halved before the save"
     tensors = Checkpoint.open(tmp_path / "whole" / "checkpoints" / "step-00000009").manifest.tensors
     assert tensors.keys() >= SCALER
 
