@@ -89,7 +89,7 @@ def test_all_ranks_skip_together_and_train_on(pool: Pools, name: str, optimizer:
     samples = [[own for told, _ in ranks for own in told[step][2]] for step in range(STEPS)]
     expected = simulate(kind, optimizer, samples)
     check_skips(told[0], expected, samples)
-    if optimizer is SGD or name not in CUT:  # Adam divides noise by eps
+    if optimizer is SGD or name not in KINDS:  # Adam divides noise by eps
         found = [together([parts[step] for _, parts in ranks]) for step in range(STEPS)]
         check_parameters(found, expected, TOLERANCE.get(name, 1e-6))
 
