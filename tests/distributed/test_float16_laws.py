@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
-from torch.utils.data import default_collate
 
-from allranks.verifying.reference import ScaledStep, scaled_loop
 from tests.distributed.pool import Pools
-from tests.distributed.sessions import Parts, config_of, initial_model, parts_of, session_of, step_through, together
-from tests.distributed.tasks import IGNORED, Points, Tiny, Words
+from tests.distributed.scaled import ADAM, MAX_NORM, SGD, STEPS, Heavy, check_parameters, check_skips, simulate
+from tests.distributed.sessions import Parts, config_of, parts_of, session_of, step_through, together
 from tests.training.snapshots import contents_of, find, saver_of
 
 pytestmark = pytest.mark.distributed
@@ -22,10 +18,7 @@ pytestmark = pytest.mark.distributed
 # A name in it is replaced below, which a type checker would only allow for names that it exports.
 optimizer_module: Any = importlib.import_module("allranks.stepping.optimizer")
 
-STEPS = 9
-ADAM = ("optimizer.name=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.01")
-SGD = ("optimizer.name=sgd", "optimizer.lr=0.05", "optimizer.momentum=0.9", "optimizer.weight_decay=0")
-COMMON = ("train.global_batch=8", "train.max_norm=0.5", "train.ema=0.5")
+COMMON = ("train.global_batch=8", f"train.max_norm={MAX_NORM}", "train.ema=0.5")
 LAYOUTS = {
     "single": ("single", 1),
     "ddp": ("ddp", 2),
@@ -34,48 +27,50 @@ LAYOUTS = {
     "optimizer": ("dp_shard=*,sharding=optimizer", 2),
     "tp": ("tp=2", 2),
     "pp": ("pp=2", 2),
+    "ep": ("dp_replicate=2,ep=2", 2),
+    "ulysses": ("cp=2", 2),
+    "ring": ("cp=3", 3),
+    "placement": ("placement", 1),
+    "placed-ddp": ("ddp", 2),
+    "pp-fsdp": ("pp=2,dp_shard=2", 4),
+    "pp-ddp": ("pp=2,dp_replicate=2", 4),
+    "pp-tp": ("pp=2,tp=2", 4),
 }
-# Up to two ranks a sum has one order: bit by bit. Measured: 1e-7 where gradients are sharded; 5e-4 under tp and pp,
-# which round other parts.
-TOLERANCE = {"single": 0.0, "ddp": 0.0, "tp": 4e-3, "pp": 4e-3}
+KINDS = {"ep": "moe", **dict.fromkeys(("placement", "placed-ddp", "ulysses", "ring"), "transformer")}
+KINDS |= dict.fromkeys(("tp", "pp", "pp-fsdp", "pp-ddp", "pp-tp"), "transformer")
+RULES = 'layout.placement={"layers.0" = "cpu:2", "layers.1.attention*" = "cpu:1", "norm" = "cpu:3"}'
+MORE = {
+    "ulysses": ("layout.context=ulysses",),
+    "ring": ("layout.context=ring",),
+    "placement": (RULES,),
+    "placed-ddp": (RULES,),
+}
+# Up to two ranks a sum has one order: bit by bit. Measured: 1e-7 where gradients are sharded; 5e-6 under placement,
+# whose norm is added up device by device; 5e-4 under tp, cp, ep and pp, which round other parts.
+CUT = ("tp", "pp", "ep", "ulysses", "ring", "pp-fsdp", "pp-ddp", "pp-tp")
+TOLERANCE = {"single": 0.0, "ddp": 0.0, "placement": 4e-5, "placed-ddp": 4e-5} | dict.fromkeys(CUT, 4e-3)
 
 
-def weight_of(sample: int) -> float:
-    return 100.0 if sample % 5 == 3 else 1.0
-
-
-class Heavy(Tiny):
-    """Some samples weigh so much that their gradients leave float16 at first: on the rank that has them alone."""
-
-    def dataset(self, split: str) -> Any:
-        source = Words() if self.kind == "transformer" else Points()
-        return [dict(source[i], weight=torch.tensor(weight_of(i))) for i in range(61)]
-
-    def loss(self, output: Any, batch: Any) -> torch.Tensor:
-        losses = functional.cross_entropy(output.flatten(0, -2), batch["y"].flatten(), reduction="none")
-        found: torch.Tensor = (losses.view(len(batch["y"]), -1) * batch["weight"].unsqueeze(1)).sum()
-        return found
-
-    def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
-        return {}
-
-
-Told = list[tuple[dict[str, float], dict[str, torch.Tensor], list[int]]]
+Told = list[tuple[dict[str, float], dict[str, torch.Tensor], list[list[int]]]]
 
 
 def run(name: str, kind: str, optimizer: Sequence[str], on_device: bool = False) -> tuple[Told, list[Parts]]:
-    """In a worker: what each step told of its scale, this rank's averages after it and its samples; all parts."""
+    """In a worker: what each step told of its scale, the averages after it and the samples of each forward; all parts.
+
+    Ranks that see the samples of another one name none.
+    """
     kept = optimizer_module.skips_on_device
     if on_device:
         optimizer_module.skips_on_device = lambda *_: True
     try:
-        config = config_of(LAYOUTS[name][0], *COMMON, *optimizer, precision="float16", steps=STEPS)
+        config = config_of(LAYOUTS[name][0], *COMMON, *optimizer, *MORE.get(name, ()), precision="float16", steps=STEPS)
         session, told, parts = session_of(Heavy(kind=kind), config), [], list[Parts]()
         assert session.ema is not None
         for stepped in step_through(session, STEPS):
             assert stepped.outcome.scaling is not None
             averages = {entry.name: part.clone() for entry, part in session.ema.parts()}
-            samples = [int(sample) for m in stepped.batch.micro_steps if m.weight for sample in m.samples]
+            fed = stepped.batch.micro_steps if session.processes.mesh.counts else ()
+            samples = [[int(sample) for sample in m.samples] for m in fed if m.weight]
             told.append((stepped.outcome.scaling.values(), averages, samples))
             parts.append(parts_of(session))
         return told, parts
@@ -83,52 +78,20 @@ def run(name: str, kind: str, optimizer: Sequence[str], on_device: bool = False)
         optimizer_module.skips_on_device = kept
 
 
-def simulate(kind: str, optimizer: Sequence[str], samples: list[list[list[int]]]) -> list[ScaledStep]:
-    """The same in one process of plain torch; `samples` of each step and rank."""
-    task = Heavy(kind=kind)
-    dataset, model, work = task.dataset("train"), initial_model(task), []
-    for ranks in samples:
-        batches = [default_collate([dataset[sample] for sample in own]) for own in ranks if own]
-        work.append((batches, sum(int((batch["y"] != IGNORED).sum()) for batch in batches)))
-
-    def forward(module: nn.Module, batch: Any) -> torch.Tensor:
-        return task.loss(module(batch["x"]).float(), batch)
-
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        if optimizer is SGD:
-            return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)
-        return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.01, fused=True)
-
-    return scaled_loop(model, make, work, forward, max_norm=0.5)
-
-
-def data_ranks(name: str) -> range:
-    return range(0, LAYOUTS[name][1], 2 if name in ("tp", "pp") else 1)
-
-
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_ranks_skip_together_and_train_on(pool: Pools, name: str, optimizer: Sequence[str]) -> None:
-    kind = "transformer" if name in ("tp", "pp") else "mlp"
+    kind = KINDS.get(name, "mlp")
     ranks = pool(LAYOUTS[name][1]).run(run, name, kind, optimizer)
     told = [[values for values, _, _ in told] for told, _ in ranks]
     assert all(other == told[0] for other in told)
-    samples = [[ranks[rank][0][step][2] for rank in data_ranks(name)] for step in range(STEPS)]
+    samples = [[own for told, _ in ranks for own in told[step][2]] for step in range(STEPS)]
     expected = simulate(kind, optimizer, samples)
-    assert [values["loss_scale"] for values in told[0]] == [step.scale for step in expected]
-    skips = ["skipped" in values for values in told[0]]
-    assert skips == [step.skipped for step in expected]
-    assert sum(skips) >= 2 and not all(skips[-3:]), "some steps are skipped, and it goes on"
-    alone = [sum(any(weight_of(s) > 1 for s in own) for own in ranks) == 1 for ranks in samples]
-    assert any(one and skipped for one, skipped in zip(alone, skips, strict=True)), "one rank has found it"
-    assert told[0][-1]["skipped_steps"] == sum(skips)
-    for step, wanted in enumerate(expected):
-        found = together([parts[step] for _, parts in ranks])
-        for key, value in wanted.parameters.items():
-            size = value.abs().max()
-            if optimizer is SGD or name not in ("tp", "pp"):  # Adam divides noise by eps
-                assert (found[key] - value).abs().max() <= TOLERANCE.get(name, 1e-6) * size, (step, key)
+    check_skips(told[0], expected, samples)
+    if optimizer is SGD or name not in KINDS:  # Adam divides noise by eps
+        found = [together([parts[step] for _, parts in ranks]) for step in range(STEPS)]
+        check_parameters(found, expected, TOLERANCE.get(name, 1e-6))
 
 
 @pytest.mark.sample(3)

@@ -19,9 +19,9 @@ from allranks.verifying.reference import ReferenceStep, plain_loop
 from allranks.verifying.reference_replicas import local_loop
 from tests.distributed.matrix_models import update_balance
 from tests.distributed.pool import Pools
+from tests.distributed.scaled import Heavy
 from tests.distributed.sessions import SGD, config_of, initial_model, parts_of, processes_of, session_of, step_through
 from tests.distributed.tasks import IGNORED, Points, Tiny
-from tests.distributed.test_float16_laws import Heavy
 from tests.training.snapshots import contents_of, find, saver_of
 
 pytestmark = pytest.mark.distributed

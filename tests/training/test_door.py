@@ -79,7 +79,7 @@ def test_two_joins_at_once() -> None:
     ("arguments", "error", "text"),
     [
         ({"layout": "dp_shard=2"}, LayoutError, r"dp_shard\(2\).* = 2, but the world has 1 process"),
-        ({"layout": "ddp", "precision": "bfloat16"}, ConfigError, "float32 or float64; for bfloat16"),
+        ({"layout": "ddp", "precision": "bfloat16"}, ConfigError, "float32, float16 or float64; for bfloat16"),
         ({"layout": "dpp"}, ConfigError, "dpp"),
         ({"layout": "pp=2"}, LayoutError, "pp"),
         ({"keep": 0}, ConfigError, "checkpoint.keep"),

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from allranks.config import resolve_config
-from allranks.errors import ConfigError, GuardError
+from allranks.errors import GuardError
 from allranks.observing import heartbeat
 from allranks.observing.counters import Stopwatch
 from allranks.observing.recorder import StepRecord
@@ -105,9 +105,16 @@ def test_a_scale_goes_on_bitwise_where_it_stood(tmp_path: Path) -> None:
     assert {"scaler.scale", "scaler.good_steps", "scaler.skipped_steps"} <= digests(parts, 7).keys()
 
 
-def test_float16_wants_one_loss_a_step(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"float16 scales one loss a step, and Gan has a step\(\) of its own"):
-        start("Gan", tmp_path / "run", "train.steps=2", "train.precision=float16")
+def test_the_scale_of_a_step_of_ones_own_goes_on_bitwise_where_it_stood(tmp_path: Path) -> None:
+    whole, parts, half = tmp_path / "whole", tmp_path / "parts", "train.precision=float16"
+    assert start("Gan", whole, "train.steps=5", half) == 0
+    assert start("Gan", parts, "train.steps=3", half) == 0
+    assert train(None, "train.steps=5", resume=parts) == 0
+    same_run(whole, parts, 5)
+    assert {"scaler.scale", "scaler.good_steps", "scaler.skipped_steps"} <= digests(parts, 5).keys()
+    assert [line["loss_scale"] for line in events(whole, "step")] == [
+        line["loss_scale"] for line in events(parts, "step")
+    ]
 
 
 def test_a_finished_run_resumed_does_nothing_twice(tmp_path: Path) -> None:

@@ -220,7 +220,8 @@ class Agreement:
 
     def count(self, targets: int) -> torch.Tensor:
         """The world's sum of what each rank counts in the step under way, 0-dim, float64, at once; collective."""
-        told = torch.tensor(float(targets if self._counts else 0), dtype=torch.float64, device=self._device)
+        # Filled on the device: copied to it, it would make the host wait for the whole stream.
+        told = torch.full((), float(targets if self._counts else 0), dtype=torch.float64, device=self._device)
         if self.group is not None:
             dist.all_reduce(told, group=self.group)
         return told

@@ -3,6 +3,9 @@
 With M micro-steps M generators advance in turn. After each yield the backward runs; when the M-th has yielded a name,
 the gradients of the parameters of that optimizer are reduced, the caller updates them, and what the backward left on
 other parameters is dropped.
+
+Under float16 a turn's losses are divided by the targets that its first micro-step promises, and then scaled: what that
+was wrong by is made good where gradients are divided (training/own/scaling.py does likewise).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -62,39 +65,50 @@ class AlternatingPasses(Passes):
         models = modules.get("", modules)
         generators = [iter(self._forward.task.step(models, self._forward.place(m.batch))) for m in batch.micro_steps]
         for turn in count():
-            yielded = self._turn(generators, batch.micro_steps, turn)
+            yielded, expected = self._turn(generators, batch.micro_steps, turn, scale)
             which, loss, targets = yielded or (None, None, 0)
             everyones = self._reduce(which, targets, turn)
             if which is None or loss is None:
                 if self._must_gather:
                     raise TaskError(f"{type(self._forward.task).__name__}.step: {COUPLES_OWN_ONLY}")
                 return
-            yield StepSums(which, loss, everyones, ledger_of(batch) if turn == 0 else 0)
+            yield StepSums(which, loss, everyones, ledger_of(batch) if turn == 0 else 0, expected)
             self._drop_gradients()
 
     def _turn(
-        self, generators: Sequence[Iterator[Yielded]], micro_steps: Sequence[MicroStep], turn: int
-    ) -> tuple[str, torch.Tensor, int] | None:
+        self, generators: Sequence[Iterator[Yielded]], micro_steps: Sequence[MicroStep], turn: int, scale: Scale
+    ) -> tuple[Yielded | None, torch.Tensor | None]:
         names: set[str | None] = set()
         total, targets = torch.zeros((), dtype=torch.float64, device=self._spread.device), 0
+        expected, factor = None, None
         last = len(micro_steps) - 1
         for index, (generator, micro_step) in enumerate(zip(generators, micro_steps, strict=True)):
             self._spread.synchronise(index == last)
             yielded = self._advance(generator, micro_step, turn)
             names.add(None if yielded is None else yielded[0])
+            if self._spread.precision.scales and expected is None:
+                first = 0 if yielded is None else yielded[2] * micro_step.weight
+                expected = self._expect(first * len(micro_steps))
+                factor = (scale / expected).float()
             if yielded is not None:
                 _, loss, num_targets = yielded
                 fault_points.reach("backward")
-                (loss * float(micro_step.weight)).backward(tell_nonfinite(loss) if micro_step.weight else None)
+                scaled = loss * float(micro_step.weight) if factor is None else loss * (factor * micro_step.weight)
+                scaled.backward(tell_nonfinite(loss) if micro_step.weight else None)
                 total += loss.detach().double() * micro_step.weight
                 targets += num_targets * micro_step.weight
         if names == {None}:
-            return None
+            return None, None
         self._spread.check_reduced()
         name = next(iter(names))
         if len(names) > 1 or name is None:
             raise TaskError(_disagreement(names, turn, "micro-steps"))
-        return name, total, targets
+        return (name, total, targets), expected
+
+    def _expect(self, targets: int) -> torch.Tensor:
+        """The world's targets of a turn, at least 1, where this rank takes its own to be so many; collective."""
+        (counted,) = [float(targets)] if self._group is None else add_up([float(targets)], self._group)
+        return torch.full((), max(1.0, counted), dtype=torch.float64, device=self._spread.device)
 
     def _advance(self, generator: Iterator[Yielded], micro_step: MicroStep, turn: int) -> Yielded | None:
         fault_points.reach("forward")

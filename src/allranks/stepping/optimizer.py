@@ -81,6 +81,9 @@ class Optimizers:
         elif skipped is not None and bool(skipped):
             for parameter in self.parameters(which):
                 parameter.grad = None
+            for name in self.named(which):
+                # torch's schedules warn of a step() that never came, and by this they know that it was its turn.
+                self.by_name[name]._opt_called = True  # type: ignore[attr-defined]
             return
         rows = self._spread.row_shards
         if rows is not None:

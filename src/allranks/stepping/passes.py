@@ -44,12 +44,15 @@ class StepSums:
         targets: the world's targets where they were counted in the step itself (the gradients are then not yet
             divided), else None.
         ledger: this rank's 64-bit sum of hash(position, sample) over what it fed; 0 in all rounds but the first.
+        expected: by what losses were divided before they were scaled, where the targets were not known yet; None: by
+            the targets, or by nothing.
     """
 
     which: str
     loss: torch.Tensor
     targets: torch.Tensor | None
     ledger: int
+    expected: torch.Tensor | None = None
 
 
 class Passes(ABC):

@@ -259,11 +259,6 @@ def open_stream(dataset: Any, config: Config, processes: Processes, *, fixed: bo
 def make_passes(task: Task, forward: Forward, optimizers: Optimizers, processes: Processes) -> Passes:
     """How a step of this Task goes forward and backward."""
     if has_step(task):
-        if forward.spread.precision.scales:
-            raise ConfigError(
-                f"train.precision=float16 scales one loss a step, and {type(task).__name__} has a step() of its own: "
-                "use bfloat16, which needs no scale"
-            )
         return AlternatingPasses(forward, optimizers, processes.data_group)
     if forward.spread.stages is not None:
         return ScheduledPasses(forward)

@@ -158,6 +158,8 @@ class Step:
             updated = self._optimizers.parameters(sums.which)
             if scaler is not None:
                 divide = self._ranks / scaler.scale
+                if sums.expected is not None and sums.targets is not None:
+                    divide = divide * (sums.expected / sums.targets.clamp(min=1.0)).float()
             norm = self._spread.clip(updated, self._max_norm, divide)
             judged.append(self._judge(norm, batch.step + 1))
             lr = self._optimizers.step(sums.which, factor, judged[-1])
@@ -169,7 +171,8 @@ class Step:
             self._ema.update(skipped)
         if self.guard is not None:
             self.guard.finish(skipped)
-        scaling = None if scaler is None or skipped is None else scaler.update(skipped)
+        # Each optimizer has been judged by itself; the scale, which they share, goes by all of them, once a step.
+        scaling = None if scaler is None or self._skipped is None else scaler.update(self._skipped)
         self._spread.balances.finish_step()
         if self.outer is not None:
             taken = self.outer.finish_step(batch.step + 1, last=coming is None)

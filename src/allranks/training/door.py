@@ -34,7 +34,8 @@ def join(
     Args:
         layout: the layout string; None: what `allranks.launch` was given, else ddp over all processes.
         seed: of the generators from here on, so of a model that is built next, and of the data's order.
-        precision: "float32" or "float64"; for bfloat16 run your forward under `torch.autocast`.
+        precision: "float32", "float64", or "float16": forwards run under autocast, and the loss is scaled; for
+            bfloat16 run your forward under `torch.autocast`.
         device: "auto", "cpu" or "cuda".
         backend: "auto", "nccl", "gloo" or "mpi".
         run: a Run directory: a new one starts there, one that is there is continued by `world.resume`. None: a new one

@@ -95,24 +95,29 @@ def scaled_loop(
     steps: Iterable[tuple[Sequence[Any], int]],
     forward: Callable[[nn.Module, Any], torch.Tensor],
     max_norm: float | None = None,
+    expected: Sequence[int] = (),
 ) -> list[ScaledStep]:
     """Train in float16 with torch's own autocast and scaler, where each rank's share of a step rounds by itself.
 
     Args:
         steps: of every step the batch of each rank, and the step's number of targets.
         forward: (model, batch) -> the SUM of the loss over the batch's targets, in float32.
+        expected: by what the losses of each step are divided before their backward, where that is not its targets.
     """
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     kind = next(model.parameters()).device.type
     scaler, found = torch.amp.GradScaler(kind), []
-    for batches, targets in steps:
+    for index, (batches, targets) in enumerate(steps):
         optimizer.zero_grad()
+        divisor = max(1, expected[index] if expected else targets)
         scale = scaler.get_scale() if scaler._scale is not None else 2.0**16
         for batch in batches:
             with torch.autocast(kind, torch.float16):
                 loss = forward(model, batch)
-            scaler.scale(loss / max(1, targets)).backward()
+            scaler.scale(loss / divisor).backward()
         scaler.unscale_(optimizer)
+        for gradient in (p.grad for p in model.parameters() if p.grad is not None and expected):
+            gradient.mul_(divisor / max(1, targets))
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         scaler.step(optimizer)

@@ -113,7 +113,7 @@ def resumable(
                 if stream.step == crash_after:
                     raise Crash
             found = everything(world) | {"lr": torch.tensor([group["lr"] for group in optimizer.param_groups])}
-            (average,) = world._step.averages
+            (average,) = world._step.beside
             return found | {entry.name: part.clone() for entry, part in average.parts()}
     except Crash:
         return None

@@ -24,14 +24,15 @@ from allranks.observing.counters import Stopwatch
 from allranks.parallel.backend import DeviceChoice, choose_device, start, stop, take_device
 from allranks.parallel.parallelize import parallelize
 from allranks.parallel.path import Path
-from allranks.parallel.precision import Precision, choose_precision
+from allranks.parallel.precision import Precision, choose_precision, warn_of_precision
 from allranks.run import Run
 from allranks.slow_links import check_slow_links
 from allranks.stepping.alike import check_same_start
 from allranks.stepping.remarks import describe_idle_keys
 from allranks.stepping.world import Processes, gather_processes
 from allranks.training.own.links import Links
-from allranks.training.own.models import OwnModels
+from allranks.training.own.lowered import Lowered
+from allranks.training.own.models import OwnModels, needs_run
 from allranks.training.own.run import open_own_run
 from allranks.training.own.starts import Whole, copy_whole
 from allranks.verdict import Decision
@@ -47,6 +48,7 @@ LAYOUT_KEYS = (
 )
 GUARD_KEYS = ("digest_every", "on_finding", "mute")  # of the section guard: the sentinels
 CHECKPOINT_KEYS = ("mirror", "keep_every")
+PRECISIONS = ("float32", "float16", "float64")
 KEYS = (*LAYOUT_KEYS, *GUARD_KEYS, *CHECKPOINT_KEYS)
 
 
@@ -105,6 +107,8 @@ class Ground:
         if spread.trainable():
             links.take(spread)
         self.decisions.extend(spread.decisions)
+        if self.precision.compute is not None and not needs_run(mesh.layout):  # else the world makes the forwards
+            Lowered(self.precision, self.device.type).watch(spread.modules[""])
         return self.models.add(spread, whole)
 
     def leave(self, *, failed: bool) -> bool:
@@ -146,13 +150,15 @@ def prepare_ground(
         if started is not None:
             stop()
         raise
+    lowered = choose_precision(config.train.precision, None, choice.device.type)
+    said = (*describe_idle_keys(degrees), *warn_of_precision(lowered, choice.device.type))
     return Ground(
         processes=processes,
         config=config,
-        precision=choose_precision(config.train.precision, None, choice.device.type),
+        precision=lowered,
         open_run=partial(open_own_run, processes, directory=directory, change=tuple(change)),
         owns_group=started is not None,
-        decisions=[*choice.decisions, *describe_idle_keys(degrees)],
+        decisions=[*choice.decisions, *said],
     )
 
 
@@ -179,9 +185,9 @@ def _as_text(value: object) -> object:
 
 
 def _resolve(layout: str | None, keep: int, more: Sequence[str], **train: object) -> Config:
-    if train["precision"] not in ("float32", "float64"):
+    if train["precision"] not in PRECISIONS:
         raise ConfigError(
-            f"join(precision={train['precision']!r}): float32 or float64; for bfloat16 run your forward under "
+            f"join(precision={train['precision']!r}): float32, float16 or float64; for bfloat16 run your forward under "
             "torch.autocast, the parameters stay float32"
         )
     saves = (f"checkpoint.keep={keep}", "checkpoint.seconds=0")  # the loop itself says when it saves

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.parallel.stages import Stages
-from allranks.stepping.passes import Forward
+from allranks.stepping.passes import Forward, Scale
 from allranks.stepping.scheduled import ScheduledPasses
 from allranks.training.own.forward import Loss, check_can_wait, check_loss
 
@@ -45,12 +45,16 @@ class Staged:
         self._waiting.append(_Waiting(replace(micro_step, batch=batch), loss, value))
         return value
 
-    def run(self, batch: StepBatch) -> torch.Tensor:
-        """Forward and backward of all that wait, whose losses then have their values; this rank's sum; collective."""
+    def run(self, batch: StepBatch, scale: Scale) -> torch.Tensor:
+        """Forward and backward of all that wait, whose losses then have their values; this rank's sum; collective.
+
+        Args:
+            scale: by what each loss is multiplied before its backward.
+        """
         waiting, self._waiting = self._waiting, []
         losses = [partial(_told, one) for one in waiting]
         whole = replace(batch, micro_steps=tuple(one.micro_step for one in waiting))
-        (sums,) = self._passes.run(whole, 1.0, losses)
+        (sums,) = self._passes.run(whole, scale, losses)
         self._share([one.value for one in waiting])
         return sums.loss
 

@@ -13,19 +13,20 @@ import torch
 
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import seed_all
-from allranks.errors import ConfigError, TaskError
-from allranks.parallel.spread import Spread
+from allranks.errors import TaskError
 from allranks.stepping.agreement import Agreed, Agreement, Ballot, Pending
 from allranks.stepping.alike import explain_divergence
 from allranks.stepping.ema import Ema
 from allranks.stepping.guards import StepGuard
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.passes import Forward, ledger_of, micro_forward, tell_nonfinite
+from allranks.stepping.scaler import Scaler
 from allranks.training.own.buckets import check_all_reached, must_settle, settle_buckets
 from allranks.training.own.driven import Driven
 from allranks.training.own.forward import Loss, Targets, check_callable, check_loss, check_targets, count_targets
 from allranks.training.own.ground import Ground
 from allranks.training.own.links import Links
+from allranks.training.own.scaling import make_scaling
 from allranks.training.own.staged import Staged
 from allranks.training.own.turn import FinishedStep, Turn
 from allranks.training.own.watch import OwnWatch
@@ -38,7 +39,7 @@ class OwnStep:
     Attributes:
         weight: 1, or 0 while the micro-batch that is out only fills this rank's place.
         stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
-        averages: what follows the parameters; at most one.
+        beside: what else has tensors to keep: the scale of float16, and an average of the parameters.
         links: of replicas that send each other less than their gradients.
         watch: the sentinels, which look right after the last backward of a step.
         driven: makes forwards itself, and sees the first of those that the loop makes.
@@ -47,7 +48,6 @@ class OwnStep:
     def __init__(self, ground: Ground, driven: Driven, agreement: Agreement, watch: OwnWatch) -> None:
         self.weight = 1
         self.stop_requested: Callable[[], tuple[bool, bool]] = lambda: (False, False)
-        self.averages: list[Ema] = []
         self.links = Links(agreement)
         self.watch = watch
         self._models = ground.models
@@ -67,21 +67,13 @@ class OwnStep:
         self._reduced_once = False
         self._pendings: deque[Pending] = deque(maxlen=2)
         self._guard: StepGuard | None = None
+        self._scaling = make_scaling(ground, agreement)
+        self.beside: list[Ema | Scaler] = [] if self._scaling is None else [self._scaling.scaler]
 
     @property
     def between_steps(self) -> bool:
         """Whether parameters, buffers and position stand at the end of a step."""
         return self._turn is None or self._turn.state == "stepped"
-
-    def follow(self, spread: Spread, decay: float) -> Ema:
-        """Average the parameters from here on. Raises TaskError, ConfigError: see `World.ema`."""
-        self.links.check_apart("world.ema()")
-        if self.averages:
-            raise TaskError("world.ema() was called already: a world has one average of its model")
-        if not 0 < decay < 1:
-            raise ConfigError(f"world.ema(decay={decay}): expected a number between 0 and 1, such as 0.999")
-        self.averages.append(Ema(spread, decay))
-        return self.averages[0]
 
     def begin(self, batch: StepBatch, more: int, started: float, steps_total: int | None) -> None:
         """The step of `batch` begins, requested at `started`; `more`: this rank's samples after it, 0 at its end."""
@@ -142,7 +134,8 @@ class OwnStep:
         value = self._staged.add(turn.micro_step, batch, loss)
         self._count(None, count, turn)
         if turn.last:
-            self._loss = self._staged.run(self._batch)
+            scale = 1.0 if self._scaling is None else self._scaling.multiplier(self._targets, 1)
+            self._loss = self._staged.run(self._batch, scale)
             self._stopwatch.mark("forward_backward")
             self.watch.look(self._batch)
         return value
@@ -187,11 +180,11 @@ class OwnStep:
         path = self._models.trained.path
         told = (self._more, interrupt, terminate, ledger, path.take(), path.wait)
         pending = self._agreement.start(Ballot(self._loss, self._targets, *told))
-        scale = self.links.divide(self._models.trained, pending.next_targets)
+        divide = (self._scaling or self.links).divide(self._models.trained, pending.next_targets)
         self._stopwatch.mark("agreement")
-        norm = self._models.trained.clip(optimizers.parameters(""), max_norm, scale)
+        norm = self._models.trained.clip(optimizers.parameters(""), max_norm, divide)
         assert self._guard is not None
-        skipped = self._guard.judge(norm)
+        skipped = self._guard.judge(norm) if self._scaling is None else self._scaling.scaler.judge(norm)
         lr = self._update(optimizers, skipped)
         self._guard.finish(skipped)
         self._models.put_back_learnt(skipped)
@@ -256,8 +249,11 @@ class OwnStep:
         # A filler's loss counts nothing, but its backward runs: every rank takes part in every collective.
         loss, count = (loss, count) if turn.micro_step.weight else (loss * 0.0, 0)
         assert self._batch is not None
+        scaled = loss
+        if self._scaling is not None:
+            scaled = loss * self._scaling.multiplier(count, len(self._batch.micro_steps))
         with self.links.reducing(spread, self._batch.step, self._targets + count) if turn.last else nullcontext():
-            loss.backward(tell_nonfinite(loss) if turn.micro_step.weight else None)
+            scaled.backward(tell_nonfinite(loss) if turn.micro_step.weight else None)
         if first:
             check_all_reached(spread)
             self._reduced_once = True
@@ -268,7 +264,7 @@ class OwnStep:
         optimizer = optimizers.by_name[""]
         lr = float(optimizer.param_groups[0]["lr"])
         optimizers.update("", skipped)
-        for average in self.averages:
+        for average in (other for other in self.beside if isinstance(other, Ema)):
             average.update(skipped)
         self._models.trained.balances.finish_step()
         self._models.reshard()
@@ -290,9 +286,12 @@ class OwnStep:
             pending=pending,
             grad_norm=norm,
             skipped=skipped,
+            scaling=None if self._scaling is None or skipped is None else self._scaling.scaler.update(skipped),
         )
 
     def _reset(self) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self._targets = 0
+        if self._scaling is not None:
+            self._scaling.forget()
         self._accumulated = None

@@ -10,6 +10,7 @@ from allranks.data.micro_step import MicroStep
 from allranks.errors import TaskError
 from allranks.observing.recorder import Value
 from allranks.stepping.agreement import Pending
+from allranks.stepping.scaler import Scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class FinishedStep:
         lr: of the first group, as this step used it.
         seconds: from the request for its first batch to the update.
         skipped: 1.0 where its gradients were not finite and it changed nothing; None or 0.0: it did.
+        scaling: of the loss, under float16.
     """
 
     number: int
@@ -32,6 +34,7 @@ class FinishedStep:
     pending: Pending
     grad_norm: torch.Tensor
     skipped: torch.Tensor | None = None
+    scaling: Scaling | None = None
 
     def values(self) -> dict[str, Value]:
         """Loss per target, gradient norm and ledger; tokens where a sample has more than one target."""
@@ -43,6 +46,7 @@ class FinishedStep:
             "loss": agreed.loss / max(1.0, targets),
             "grad_norm": float(self.grad_norm),
             "ledger": f"{agreed.ledger:016x}",
+            **({} if self.scaling is None else self.scaling.values()),
             **skipped,
         }
 

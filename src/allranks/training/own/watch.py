@@ -20,6 +20,7 @@ from allranks.stepping.linkage import Linkage
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.posting import Posted, post_sentinels
 from allranks.stepping.replicas import Replicas
+from allranks.stepping.scaler import Scaler
 from allranks.stepping.world import Processes
 from allranks.training.comparing import CHECKPOINT, Comparing, Findings
 from allranks.training.own.links import Links
@@ -32,7 +33,7 @@ from allranks.verdict import Verdict
 class Step(Protocol):
     """What the watch asks of the step."""
 
-    averages: list[Ema]
+    beside: list[Ema | Scaler]
     links: Links
 
     def agreed(self, lag: int) -> Agreed | None:
@@ -65,7 +66,7 @@ class Guards:
     """The sentinels of one optimizer and of what follows its parameters by now."""
 
     link: Link
-    num_averages: int
+    num_beside: int
     posted: Posted
     comparing: Comparing
 
@@ -79,7 +80,7 @@ class Stepped:
     spread: Spread
     optimizers: Optimizers
     stream: DataStream
-    beside: Sequence[Ema]
+    beside: Sequence[Ema | Scaler]
     schedule: None = None
 
 
@@ -115,14 +116,14 @@ class OwnWatch:
         """Right after the last backward in the step of `batch`, before the user's next line."""
         self._fed_nothing = self._fed_nothing or any(not micro_step.weight for micro_step in batch.micro_steps)
         if self._link is not None and self._step is not None and self._loop is not None:
-            averages, order = self._step.averages, self._loop.order
+            beside, order = self._step.beside, self._loop.order
             now = self._guards
-            if now is None or now.link is not self._link or now.num_averages != len(averages):
+            if now is None or now.link is not self._link or now.num_beside != len(beside):
                 link, processes = self._link, self._processes
-                given = self._guard, processes, link.spread, link.optimizers, None, order, averages
+                given = self._guard, processes, link.spread, link.optimizers, None, order, beside
                 posted = post_sentinels(*given, linkage=link.linkage)
                 comparing = Comparing(posted, self._findings, processes.world_group, processes.device)
-                now = self._guards = Guards(link, len(averages), posted, comparing)
+                now = self._guards = Guards(link, len(beside), posted, comparing)
             for replicas in (one for one in now.posted.comparing if isinstance(one, Replicas)):
                 replicas.fed_nothing = self._fed_nothing
             now.posted.watch.look("", batch)
@@ -159,8 +160,8 @@ class OwnWatch:
         if CHECKPOINT in self._findings.told or self._guards is None or self._stepping is None:
             return
         assert self._step is not None and self._loop is not None
-        spread, stream, averages = self._guards.link.spread, self._loop.order, self._step.averages
-        live = Stepped(self._processes, spread, self._stepping, stream, averages)
+        spread, stream = self._guards.link.spread, self._loop.order
+        live = Stepped(self._processes, spread, self._stepping, stream, self._step.beside)
         try:
             self._findings.conclude(CHECKPOINT, prove(checkpoint, live, contents), checkpoint.step)
         except GuardError as error:

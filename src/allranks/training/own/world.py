@@ -16,6 +16,7 @@ from allranks.errors import ConfigError, TaskError
 from allranks.hints import TensorStyle
 from allranks.stepping.ema import Ema
 from allranks.stepping.session import make_agreement
+from allranks.training.own.averaging import add_average
 from allranks.training.own.driven import Driven, Metrics
 from allranks.training.own.evaluate import Measure, choose_measure, evaluate_own
 from allranks.training.own.forward import Loss, Targets
@@ -120,7 +121,7 @@ class World:
         `with average.in_place():` gives the model these values, for `evaluate`; after it come its own again. Raises
         TaskError, ConfigError: not this world's model; there is one already; no decay between 0 and 1.
         """
-        return self._step.follow(self._ground.models.of(model), decay)
+        return add_average(self._ground.models.of(model), decay, self._step.beside, self._step.links)
 
     def stream(
         self,
@@ -179,7 +180,7 @@ class World:
         if not isinstance(stream, Stream) or not stream.belongs_to(loop):  # type: ignore[redundant-expr]
             raise TaskError("world.resume(): pass the stream that world.stream(...) returned")
         state = OwnState(spread, optimizers.by_name[""], others, loop.say)
-        outer, beside = self._step.links.outer, self._step.averages
+        outer, beside = self._step.links.outer, self._step.beside
         return loop.resume(Contents(spread, optimizers, loop.order, extra={}, task=state, outer=outer, beside=beside))
 
     def backward(self, loss: torch.Tensor, targets: int) -> None:

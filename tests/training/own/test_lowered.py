@@ -1,0 +1,82 @@
+"""Forwards of an own loop's models under its precision: what runs in the lower type, and what comes out."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import allranks
+from allranks.parallel.precision import choose_precision
+from allranks.training.own.lowered import Lowered
+from tests.distributed.pool import Pools
+
+
+class Seeing(nn.Module):
+    """Tells in which type its layer has multiplied; fails where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        product = self.linear(x)
+        self.seen.append(product.dtype)
+        if self.fails:
+            raise ValueError("as it was told to")
+        return {"product": product, "double": x.double()}
+
+
+def lowered() -> Seeing:
+    module = Seeing()
+    Lowered(choose_precision("float16", None, "cpu"), "cpu").watch(module)
+    return module
+
+
+def test_a_forward_multiplies_in_float16_and_gives_float32() -> None:
+    module = lowered()
+    output = module(torch.ones(2, 4))
+    assert module.seen == [torch.float16]
+    assert [tensor.dtype for tensor in output.values()] == [torch.float32, torch.float64]
+    assert not torch.is_autocast_enabled("cpu"), "what follows is the user's own"
+    assert list(inspect.signature(module.forward).parameters) == ["x"]
+
+
+def test_a_forward_that_fails_leaves_autocast() -> None:
+    module = lowered()
+    module.fails = True
+    for _ in range(2):
+        with pytest.raises(ValueError, match="as it was told to"):
+            module(torch.ones(2, 4))
+        assert not torch.is_autocast_enabled("cpu")
+    module.fails = False
+    with torch.autocast("cpu", torch.bfloat16):
+        module(torch.ones(2, 4))
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16, "what was around it is there again"
+    assert module.seen == [torch.float16] * 3
+
+
+@pytest.mark.parametrize("layout", ["ddp", "dp_shard=2"])
+def test_every_model_of_a_world_computes_in_its_precision(pool: Pools, tmp_path: Path, layout: str) -> None:
+    def case(folder: str) -> list[list[torch.dtype]]:
+        with allranks.join(layout=layout, precision="float16", run=folder) as world:
+            trained, frozen = Seeing(), Seeing().requires_grad_(False)
+            called = [world.parallelize(trained), world.parallelize(frozen)]
+            optimizer = world.optimizer(called[0], torch.optim.SGD, lr=0.1)
+            data = [torch.full((4,), float(index)) for index in range(8)]
+            for batch in world.stream(data, global_batch=4, steps=1):
+                outputs = [model(batch)["product"] for model in called]
+                assert all(output.dtype is torch.float32 for output in outputs)
+                world.backward((outputs[0] - outputs[1]).square().sum(), targets=len(batch))
+                world.step(optimizer)
+            found = world.evaluate(data, lambda batch: {"sum": (called[0](batch)["product"].sum(), 1)}, batch=4)
+            assert list(found) == ["sum"]
+            assert all(parameter.dtype is torch.float32 for parameter in trained.parameters())
+            return [trained.seen, frozen.seen]
+
+    for trained, frozen in pool(2).run(case, str(tmp_path)):
+        assert set(trained) == set(frozen) == {torch.float16}
+        assert len(trained) > len(frozen) == 1
