@@ -117,6 +117,6 @@ def test_a_change_whose_fit_is_not_certain_says_so() -> None:
     assert difference(large, unsure).endswith(", then it does not fit")
     assert difference(unsure, unsure) == "changes nothing here"
     for miss in ({"host_bytes": 2e12, "host_capacity_bytes": 1e12}, {"fault": "nothing can be sent"}):
-        found = replace(unsure, **miss)  # type: ignore[arg-type]
+        found = replace(unsure, **miss)
         assert not found.may_fit and difference(found, BEST).endswith(", then it does not fit")
     assert "in a host's memory" in why_unfit(replace(unsure, host_bytes=2e12, host_capacity_bytes=1e12))
