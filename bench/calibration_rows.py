@@ -23,13 +23,13 @@ FITTED = (
 )
 """Sources that lend half of their rows; no constant has seen any row of another."""
 
+PEAKS = ("mem_gib_peak", "mem_gb_peak")
 LOOKED_AT: Mapping[str, Callable[[Any], bool]] = {
     "constants.json: flash2 of the A100": lambda row: row["source"] == "torchtitan-a100-2024",
     "uncertainty.py: EXPERTS": lambda row: bool(row["model"].get("experts") and row["metrics"].get("step_time_s")),
     "room.py: MEMORY_LOW, PEAK_HIGH, MEMORY_HIGH": lambda row: any(row["metrics"].get(key) for key in PEAKS),
 }
 """Figure -> whether it was set while looking at a row: by hand, to hold so many of them (see planner.md)."""
-PEAKS = ("mem_gib_peak", "mem_gb_peak")
 
 
 def is_calibration(row: Any) -> bool:

@@ -253,8 +253,8 @@ def test_a_batch_that_cannot_be_split_is_refused_with_what_can(
     assert told in refused["because"]
     named = re.search(r"(global|micro)_batch can be (\d+)", refused["because"])
     assert named is not None
-    instead = ("--global-batch", named[2] if named[1] == "global" else batch)
-    instead += ("--micro-batch", named[2]) if named[1] == "micro" else ()
+    instead = ["--global-batch", named[2] if named[1] == "global" else batch]
+    instead += ["--micro-batch", named[2]] if named[1] == "micro" else []
     found = document(capsys, *words, *instead)
     assert found["best"] is not None and not found["refusals"]
 
