@@ -183,9 +183,8 @@ class OwnLoop:
             self.observer.feed([])  # what makes a batch draws for no sample that is in work
             seeds = look.generator_digests()
             with self.observer.permutations.making():
-                batches = next(steps, None)
-            if batches is None:
-                break
+                if (batches := next(steps, None)) is None:
+                    break
             self._step = StepRecord(seeds=seeds, drew=self._drew(seeds, look.generator_digests()))
             rows = [look.rows_of(batch) for batch in batches]
             self._step.rows, self._step.batch_sizes = [*chain.from_iterable(rows)], tuple(map(len, rows))
