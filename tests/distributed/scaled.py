@@ -89,7 +89,8 @@ def check_skips(told: Sequence[dict[str, float]], expected: Sequence[ScaledStep]
         told: `loss_scale`, `skipped_steps` and perhaps `skipped` of each step.
         samples: of each step and rank.
     """
-    assert [values["loss_scale"] for values in told] == [step.scale for step in expected]
+    scales, wanted = [values["loss_scale"] for values in told], [step.scale for step in expected]
+    assert scales == wanted, (scales, wanted)
     skips = ["skipped" in values for values in told]
     assert skips == [step.skipped for step in expected]
     assert sum(skips) >= 2 and not all(skips[-3:]), "some steps are skipped, and it goes on"
