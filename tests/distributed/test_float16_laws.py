@@ -51,7 +51,7 @@ CUT = ("tp", "pp", "ep", "ulysses", "ring", "pp-fsdp", "pp-ddp", "pp-tp")
 TOLERANCE = {"single": 0.0, "ddp": 0.0, "placement": 4e-5, "placed-ddp": 4e-5} | dict.fromkeys(CUT, 4e-3)
 
 
-# Under the ring with Adam, which divides noise by eps, a step on the edge (the sixth) is skipped a step later than in the
+# Under the ring with Adam, which divides noise by eps, a step on the edge (the sixth) is skipped one later than in the
 # simulation; both come to the same scale.
 ROWS = [
     pytest.param(name, optimizer, id=f"{name}-{which}")
