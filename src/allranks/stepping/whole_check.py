@@ -163,7 +163,8 @@ def _advise(spread: Spread, *, same_loss: bool, same_output: bool) -> str:
     if layout.cp == 1 or (layout.tp > 1 and same_loss and same_output):
         return (
             "Code between the cut layers looks at whole tensors (a number of heads, a norm over all channels), or a "
-            "module there needs a rule: name what to cut, and what is part or replicate, in hints().tensor"
+            "module there needs a rule: name what to cut, and what is part or replicate, in hints().tensor, or in a "
+            "loop of your own in world.parallelize(tensor=)"
         )
     if same_output and not same_loss:
         return f"Its outputs agree, so that {advise_loss(layout.cp)}"

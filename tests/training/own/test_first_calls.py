@@ -164,7 +164,7 @@ def test_code_that_looks_at_whole_channels_is_refused_on_every_rank(
         for found in rank:
             assert found.startswith(f"LayoutError: layout {layout} does not compute what one process computes: ")
             assert " for the whole model. Code between the cut layers looks at whole tensors (a number of" in found
-            assert "name what to cut, and what is part or replicate, in hints().tensor" in found
+            assert "in hints().tensor, or in a loop of your own in world.parallelize(tensor=)" in found
 
 
 def test_what_is_right_trains_as_one_device_does(pool: Pools, tmp_path: Path) -> None:
