@@ -161,7 +161,12 @@ def test_what_is_no_rate_is_one_line(text: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (("repair_hours = 12", "repair_hour = 12"), "component.0.repair_hour: Extra inputs"),
+        (
+            ("repair_hours = 12", "repair_hour = 12"),
+            "unknown key 'component.0.repair_hour'; did you mean 'repair_hours'",
+        ),
+        (("per_1000_node_days = 2.5", "per_1000_nodedays = 2.5"), "nodedays'; did you mean 'per_1000_node_days'"),
+        (("rack_nodes = 4", "rack_node = 4"), "unknown key 'rack_node'; did you mean 'rack_nodes'"),
         (("per_1000_node_days = 2.5", "per_1000_node_days = -1"), "component.0.per_1000_node_days"),
         (('scope = "rack"', 'scope = "rak"'), "component.1.scope"),
         (("rack_nodes = 4", "rack_nodes ="), "not valid TOML"),

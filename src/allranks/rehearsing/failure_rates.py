@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from allranks.config_toml import read_toml
 from allranks.errors import ConfigError
+from allranks.planning.wrong_keys import nearest_word
 from allranks.simulation import Component, FailureModel, Scope
 
 HOUR = 3600.0
@@ -149,9 +150,13 @@ def _read(path: Path) -> _File:
     try:
         return _File.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"--failures {path}: {place}: {first['msg']}") from None
+        # A wrong key first of all: it is often the one that is missing.
+        first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+    table, place = first["loc"][0], ".".join(str(part) for part in first["loc"])
+    if first["type"] != "extra_forbidden":
+        raise ConfigError(f"--failures {path}: {place}: {first['msg']}")
+    known = {"component": _ComponentTable, "stragglers": _StragglerTable}.get(str(table), _File).model_fields
+    raise ConfigError(f"--failures {path}: unknown key '{place}'{nearest_word(str(first['loc'][-1]), known)}")
 
 
 def _left_out(file: _File, path: str) -> tuple[str, ...]:
