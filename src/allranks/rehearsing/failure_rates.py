@@ -155,7 +155,8 @@ def _read(path: Path) -> _File:
     table, place = first["loc"][0], ".".join(str(part) for part in first["loc"])
     if first["type"] != "extra_forbidden":
         raise ConfigError(f"--failures {path}: {place}: {first['msg']}")
-    known = {"component": _ComponentTable, "stragglers": _StragglerTable}.get(str(table), _File).model_fields
+    kinds: dict[object, type[_Table]] = {"component": _ComponentTable, "stragglers": _StragglerTable}
+    known = (kinds.get(table, _File) if len(first["loc"]) > 1 else _File).model_fields
     raise ConfigError(f"--failures {path}: unknown key '{place}'{nearest_word(str(first['loc'][-1]), known)}")
 
 
