@@ -70,9 +70,14 @@ def test_because_is_the_difference_in_memory_and_speed() -> None:
 
 
 def test_that_it_then_no_longer_fits_is_said() -> None:
-    found = what_if("micro_batch=4", weigh(), QUESTION)
-    assert found.estimate is not None and not found.estimate.fits
-    assert found.because.endswith(", then it does not fit")
+    for change, may_fit, words in (
+        ("micro_batch=4", True, "is not sure to fit"),
+        ("sharding=none", False, "does not fit"),
+    ):
+        found = what_if(change, weigh(), QUESTION)
+        assert found.estimate is not None and not found.estimate.fits
+        assert found.estimate.may_fit is may_fit
+        assert found.because.endswith(f", then it {words}")
 
 
 def test_other_numbers_of_devices_change_the_data_parallel_ranks() -> None:

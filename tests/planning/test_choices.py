@@ -71,7 +71,7 @@ def test_too_few_micro_steps_are_noted_where_no_micro_batch_has_enough() -> None
     assert not list(groups(few, "bfloat16", Layout(dp_replicate=4, pp=2), ("1f1b", "interleaved"), refusals))
     ((rule, name),) = refusals
     assert (rule, name) == ("pipeline_batch", "dp_replicate=4,pp=2"), "pp=2 alone, with fewer copies, is let in"
-    assert refusals[rule, name].because.endswith("a rank has 1")
+    assert refusals[rule, name].because.endswith("a rank has 1: global_batch can be 8")
     written: dict[tuple[str, str], Refusal] = {}
     assert not list(of_layout(few, Layout(dp_replicate=4, pp=2), written)) and written == refusals
 
