@@ -4,6 +4,7 @@ import importlib
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -311,14 +312,20 @@ def test_frozen_models_lower_types_and_evaluations_are_compared_too(pool: Pools,
     def case() -> list[str]:
         lower = loop(str(tmp_path / "lower"), "tp=2", Pair, in_autocast, precision="float32")
         own = loop(str(tmp_path / "own"), "tp=2", lambda: Pair("bfloat16"), in_float32, precision="float32")
+        half, mixed = (
+            loop(str(tmp_path / f"half-{between}"), "tp=2", partial(Pair, between), in_float32, precision="float16")
+            for between in ("tanh", "softmax")
+        )
         evaluated = refusal(lambda: loop(str(tmp_path / "evaluated"), "tp=2", lambda: Pair("softmax"), change=before))
-        return [with_teacher("tanh").refused, with_teacher("softmax").refused, lower.refused, own.refused, evaluated]
+        right = with_teacher("tanh"), lower, own, half
+        return [*(one.refused for one in (*right, with_teacher("softmax"), mixed)), evaluated]
 
-    for right, wrong, *lower, evaluated in pool(2).run(case, timeout=240):
-        assert [right, *lower] == ["nothing was refused"] * 3
+    for *right, wrong, mixed, evaluated in pool(2).run(case, timeout=240):
+        assert right == ["nothing was refused"] * 4
         assert "computes: the weighted sum of the outputs is" in wrong and "computes: the gradient of" in evaluated
+        assert mixed.startswith("LayoutError: layout tp=2 does not compute what one process computes: ")
     assert [what for what, _ in said(str(tmp_path / "teacher-tanh"))] == [AGREES, AGREES]
-    assert [what for name in ("lower", "own") for what, _ in said(str(tmp_path / name))] == [AGREES, AGREES]
+    assert [what for name in ("lower", "own", "half-tanh") for what, _ in said(str(tmp_path / name))] == [AGREES] * 3
 
 
 class Averaging(Experts):

@@ -59,6 +59,20 @@ def test_a_forward_that_fails_leaves_autocast() -> None:
     assert module.seen == [torch.float16] * 3
 
 
+def test_an_error_before_a_forward_is_raised_as_it_is() -> None:
+    module = lowered()
+
+    def refuse(*_: object) -> None:
+        raise ValueError("not this call")
+
+    handle = module.register_forward_pre_hook(refuse, prepend=True)
+    with pytest.raises(ValueError, match="not this call"):
+        module(torch.ones(2, 4))
+    handle.remove()
+    module(torch.ones(2, 4))
+    assert module.seen == [torch.float16] and not torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.parametrize("layout", ["ddp", "dp_shard=2"])
 def test_every_model_of_a_world_computes_in_its_precision(pool: Pools, tmp_path: Path, layout: str) -> None:
     def case(folder: str) -> list[list[torch.dtype]]:

@@ -152,7 +152,8 @@ def _undisturbed(spread: Spread) -> Iterator[None]:
         entered.enter_context(uncompiled())
         entered.enter_context(torch.inference_mode(False))
         for kind in {"cpu", spread.device.type}:
-            entered.enter_context(torch.autocast(kind, enabled=False))
+            # No cache: it would keep what a forward inside rounded, with the values before they are shaken.
+            entered.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
         entered.enter_context(generators_kept(module))
         entered.enter_context(state_kept(module))
         yield

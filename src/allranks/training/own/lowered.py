@@ -31,5 +31,7 @@ class Lowered:
         self._entered.append(context)
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> Any:
+        if not self._entered:  # a hook before `_enter` has raised
+            return output
         self._entered.pop().__exit__(None, None, None)
         return self._precision.cast_output(output)
