@@ -70,6 +70,16 @@ CASES = [
     Case("dp_shard=4,ep=2,sharding=optimizer", 4, 5, 3, (CLIPPED,)),
     Case("dp_replicate=2,tp=2,ep=2", 4, 5, 3),
 ]
+
+
+def _cuts(few: int) -> list[tuple[int, int, tuple[str, ...]]]:
+    """Every pair of a batch, a number of micro-steps and clipping or none; of `few` samples each data rank has one."""
+    return [
+        *((batch, micro_steps, (CLIPPED,) * (micro_steps == 3)) for batch in (12, few) for micro_steps in (1, 3)),
+        *((13, micro_steps, (CLIPPED,) * (micro_steps == 1)) for micro_steps in (1, 3)),
+    ]
+
+
 MORE = [
     Case(layout, world_size, batch, micro_steps, more)
     for layout, world_size in (
@@ -89,9 +99,7 @@ MORE = [
         ("dp_replicate=2,dp_shard=2,ep=2,sharding=optimizer", 4),
         *{(case.layout, case.world_size): None for case in CASES},
     )
-    for batch in (12, 13, 6)
-    for micro_steps in (1, 3)
-    for more in ((), (CLIPPED,))
+    for batch, micro_steps, more in _cuts(9 if world_size == 8 else 6)
 ]
 
 
