@@ -2,7 +2,7 @@
 
 A test is in part crc32(node id) % n + 1, whatever other tests there are. The record names the commit and, for every
 test, a digest of what it stands on: the whole tree but for the test modules that it does not import, and for pages,
-stored results, the programs that write them, and comments and docstrings of the package where it names none. A test
+stored results, the programs that write them, and comments and docstrings of what it imports where it names none. A test
 that passed on this very digest, in whichever part, is not run again: after a repair in one test module only that module
 is, after a word in a page only what reads pages.
 
@@ -62,9 +62,14 @@ KEPT = "bench/results/full.json"
 """What passed, as it is kept with the source; nothing stands on it, else no record could hold for its own tree."""
 
 
+RECORDER = "tests/full_record.py"
+"""This file, which tells what ran and has a part in no test but its own."""
+
+
 def is_page(name: str) -> bool:
     """Whether a path is documentation, the stored result of a measurement, or a program that writes one of them."""
-    return name.startswith(("docs/", "bench/", "tools/")) or ("/" not in name and name.endswith(".md"))
+    beside = "/" not in name and name.endswith(".md")
+    return beside or name == RECORDER or name.startswith(("docs/", "bench/", "tools/"))
 
 
 def is_test_module(name: str) -> bool:
@@ -73,8 +78,12 @@ def is_test_module(name: str) -> bool:
 
 
 def is_code(name: str) -> bool:
-    """Whether a path is a module that counts by what it does alone; the docstrings of cli/ are what the command prints."""
-    return name.startswith("src/") and name.endswith(".py") and not name.startswith("src/allranks/cli/")
+    """Whether a path is a module that counts by what it does alone.
+
+    The docstrings of cli/ are what the command prints, and of programs that tests run lines are told by number.
+    """
+    read = "src/allranks/cli/", "tests/programs/"
+    return name.startswith(("src/", "tests/")) and name.endswith(".py") and not name.startswith(read)
 
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

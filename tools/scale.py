@@ -11,7 +11,7 @@ from typing import Any
 
 from allranks.checkpointing.manifest import CHUNK_BYTES, MANIFEST_BYTES_CAP
 from allranks.config_guard import GuardConfig
-from allranks.surviving.hosts.handler import beats_of
+from allranks.surviving.hosts.handler import BEAT_SECONDS, BEATS
 from allranks.units import format_bytes, format_seconds
 from tools.measured_on import render_origin
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "scale.json"
 TEMPLATE = ROOT / "tools" / "scale.md"
 BYTES_PER_PARAMETER = 12
-BEAT = GuardConfig().host_seconds / beats_of(GuardConfig())
+BEAT = GuardConfig().host_seconds / max(BEATS, int(GuardConfig().host_seconds / BEAT_SECONDS))
 """Seconds between two signs of life of a host."""
 LARGE_RANKS, LARGE_PARAMETERS, LARGE_PARTS = 100_000, 10e12, 50_000
 """The largest run that the page reckons: its ranks, its parameters, and of each tensor the parts."""

@@ -38,7 +38,7 @@ MOST_PROCESSES = 1024
 
 
 def train(request: TrainRequest) -> int:
-    """Train as `request` says; the exit code of docs/reference/errors.md.
+    """Train as `request` says; the exit code of design.md section 6.
 
     Raises:
         AllranksError: what was asked cannot be done; nothing was started.

@@ -30,16 +30,11 @@ LEAVE_SECONDS = 5.0
 MOST_SKIPPED = 1 << 30  # numbers of nodes, by chance
 
 
-def beats_of(guard: GuardConfig) -> int:
-    """How many signs of life a host may miss one after the other until it is lost, `guard.host_seconds` in all."""
-    return max(BEATS, int(guard.host_seconds / BEAT_SECONDS))
-
-
 def make_handler(backend: RendezvousBackend, least: int, most: int, guard: GuardConfig) -> DynamicRendezvousHandler:
     """A handler for a round of `least` to `most` hosts, under this host's name."""
     unused = HashStore()  # of this process alone
     _skip_numbers()
-    beats = beats_of(guard)
+    beats = max(BEATS, int(guard.host_seconds / BEAT_SECONDS))
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         "allranks",
         unused,
