@@ -239,13 +239,14 @@ def cells(one: Judged) -> list[str]:
 
 def markdown(report: Mapping[str, Any], judged: Sequence[Judged]) -> list[str]:
     """The page's tables: one line a source, then one line a row."""
-    lines = ["| | " + " | ".join(HEADS.values()) + " |", "|---" * (len(HEADS) + 1) + "|"]
+    lines = ["## By source", "", "| | " + " | ".join(HEADS.values()) + " |", "|---" * (len(HEADS) + 1) + "|"]
     for name, figures in lines_of(report):
         lines.append(f"| {name} | " + " | ".join(cell(head, figures[head]) for head in HEADS) + " |")
-    lines += ["", "| regret | groups | " + " | ".join(CHOOSERS) + " |", "|---" * (len(CHOOSERS) + 2) + "|"]
+    lines += ["", "## Which is the fastest", ""]
+    lines += ["| regret | groups | " + " | ".join(CHOOSERS) + " |", "|---" * (len(CHOOSERS) + 2) + "|"]
     for name, found in report["regrets"].items():
         lines.append(f"| {name} | {found['groups']} | " + " | ".join(f"{found[who]:.1%}" for who in CHOOSERS) + " |")
-    lines += ["", "| skipped row | because |", "|---|---|"]
+    lines += ["", "## Not estimated", "", "| skipped row | because |", "|---|---|"]
     lines += [f"| {name} | {because} |" for name, because in report["skipped_rows"].items()]
     heads = (
         "row",
@@ -258,7 +259,7 @@ def markdown(report: Mapping[str, Any], judged: Sequence[Judged]) -> list[str]:
         "fits",
         "fitted",
     )
-    lines += ["", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    lines += ["", "## Row by row", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     return lines + [f"| {' | '.join(cells(one))} |" for one in judged]
 
 

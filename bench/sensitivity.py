@@ -44,7 +44,7 @@ DEFAULT_TASKS = "digits,transformer"
 LAYOUTS = {"ddp": "ddp", "fsdp": "fsdp", "tp": "tp=2"}
 PRECISIONS = ("float64", "bfloat16")
 WANTED = {"float64": 1e-9, "bfloat16": 0.02}
-"""Has to be found (issue 6)."""
+"""An x of at most so much has to be found."""
 STEPS = 2
 LARGEST, SMALLEST, BISECTIONS = 0.0, -16.0, 10
 """Exponents of ten between which x is searched for."""

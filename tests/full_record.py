@@ -1,9 +1,10 @@
 """`pytest --full --part i/n`: the long tests too, split over n runs, with a record in `.full/` to resume from.
 
 A test is in part crc32(node id) % n + 1, whatever other tests there are. The record names the commit and, for every
-test, a digest of what it stands on: the whole tree but for the test modules that it does not import, and for pages and
-stored results where it names none. A test that passed on this very digest, in whichever part, is not run again: after a
-repair in one test module only that module is, after a word in a page only what reads pages.
+test, a digest of what it stands on: the whole tree but for the test modules that it does not import, and for pages,
+stored results, the programs that write them, and comments and docstrings of what it imports where it names none. A test
+that passed on this very digest, in whichever part, is not run again: after a repair in one test module only that module
+is, after a word in a page only what reads pages.
 
 `.full/` belongs to one checkout. `python -m tools.full_results` keeps what passed in bench/results/full.json, for the
 pages that tell of it and for a run that goes on in another checkout.
@@ -51,23 +52,54 @@ def digest(files: Mapping[str, str]) -> str:
 
 
 NAMES_PAGES = re.compile(
-    r"\bdocs/|['\"]docs['\"]|[\w*]\.md\b|bench/results|/ ['\"]results['\"]|\btools\b|README|CHANGELOG"
+    r"\bdocs/|['\"]docs['\"]|[\w*]\.md\b|\bbench\b|/ ['\"]results['\"]|\btools\b|README|CHANGELOG"
+    r"|['\"]src['\"]|\bsrc/|__doc__"
 )
-"""What is in the text of a test module that reads pages or stored results, by itself or through what writes them."""
+"""What is in the text of a test module that reads pages, stored results or sources, or runs what writes them."""
 
 
 KEPT = "bench/results/full.json"
 """What passed, as it is kept with the source; nothing stands on it, else no record could hold for its own tree."""
 
 
+RECORDER = "tests/full_record.py"
+"""This file, which tells what ran and has a part in no test but its own."""
+
+
 def is_page(name: str) -> bool:
-    """Whether a path of the tree is documentation, or the stored result of a measurement."""
-    return name.startswith(("docs/", "bench/results/")) or ("/" not in name and name.endswith(".md"))
+    """Whether a path is documentation, the stored result of a measurement, or a program that writes one of them."""
+    beside = "/" not in name and name.endswith(".md")
+    return beside or name == RECORDER or name.startswith(("docs/", "bench/", "tools/"))
 
 
 def is_test_module(name: str) -> bool:
     """Whether a path of the tree is a module of tests."""
     return Path(name).name.startswith("test_") and name.endswith(".py")
+
+
+def is_code(name: str) -> bool:
+    """Whether a path is a module that counts by what it does alone.
+
+    The docstrings of cli/ are what the command prints, and of programs that tests run lines are told by number.
+    """
+    read = "src/allranks/cli/", "tests/programs/"
+    return name.startswith(("src/", "tests/")) and name.endswith(".py") and not name.startswith(read)
+
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def code_of(text: str) -> str:
+    """A module without its comments, its layout and what stands in it as words alone."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED):
+            node.body = [line for line in node.body if not _is_words(line)] or [ast.Pass()]
+    return ast.dump(tree)
+
+
+def _is_words(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str)
 
 
 class Tree:
@@ -80,9 +112,14 @@ class Tree:
         files = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in names if name != KEPT}
         self._tests = {name: file for name, file in files.items() if is_test_module(name)}
         source = {name: file for name, file in files.items() if name not in self._tests}
-        self._pages = digest({name: file for name, file in source.items() if is_page(name)})
-        self._common = digest({name: file for name, file in source.items() if not is_page(name)})
+        self._pages = digest(source)
+        self._common = digest({name: self._does(name, file) for name, file in source.items() if not is_page(name)})
         self._known: dict[str, str | None] = {}
+
+    def _does(self, name: str, file: str) -> str:
+        if not is_code(name):
+            return file
+        return hashlib.sha256(code_of((self._root / name).read_text()).encode()).hexdigest()
 
     def stands_on(self, node_id: str) -> str | None:
         """The digest of all that a test's result may depend on; None outside a git work tree."""

@@ -87,8 +87,8 @@ def test_the_page_counts_what_it_shows() -> None:
     shown = [row[3] for row in rows]
     assert len(rows) == 90 and set(shown) <= set(SHOWN)
     assert f"tests that passed show {shown.count('yes')} as they stand here and {shown.count('in part')} in" in page
-    assert f"of {shown.count(NOT_RUN)} none is kept, and 0 have none" in page
-    assert f"{sum(NOT_RUN in row[4] for row in rows)} rows have tests that are `{NOT_RUN}`" in page
+    assert f"Of {shown.count(NOT_RUN)} no test's result is kept, and 0 have no test" in page
+    assert f"Of {sum(NOT_RUN in row[4] for row in rows)} rows some test's result is not (`{NOT_RUN}`)" in page
 
 
 def test_a_case_counts_for_its_own_row_alone() -> None:

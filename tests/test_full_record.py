@@ -90,6 +90,16 @@ def test_a_result_stands_on_every_file_but_other_test_modules(tmp_path: Path) ->
     for page in (tmp_path / "docs" / "new.md", tmp_path / "README.md"):
         assert changed(page, "other words") == {"b", "c"}
     assert changed(tests / "read.md", "of the tests") == set("abc")
+    # Words in the package are for those, too, and what its modules do for all; the command prints its docstrings.
+    package = tmp_path / "src" / "allranks"
+    (package / "cli").mkdir(parents=True)
+    (tmp_path / "tools").mkdir()
+    assert changed(package / "x.py", 'def f():\n    """One."""\n    return 1\n') == set("abc")
+    assert changed(package / "x.py", 'def f():  # one\n    """Another."""\n    return 1\n') == {"b", "c"}
+    assert changed(package / "x.py", "def f():\n    return 2\n") == set("abc")
+    assert changed(tmp_path / "tools" / "write.py", "x = 1\n") == {"b", "c"}
+    assert changed(package / "cli" / "x.py", '"""One."""\n') == set("abc")
+    assert changed(package / "cli" / "x.py", '"""Another."""\n') == set("abc")
 
 
 def test_only_what_passed_on_the_same_source_counts(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ NOT_MET = {
     f"choice {TWO}, transformer", f"choice {TWO}, perceptron", f"choice {FOUR}, transformer",
     f"choice {FOUR}, perceptron",
 }  # fmt: skip
-"""The goals of issue 4 that the stored run does not meet, or does not judge: this one is a quick run."""
+"""The goals that the stored run does not meet, or does not judge: this one is a quick run."""
 BEYOND: set[str] = set()
 """Of a run that is not quick: its layouts on two processes whose step is predicted more than 15% wrong."""
 NEAR = 1e-3

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 CASES = "bench/results/full_cases.json"
 """How many cases each of the table's tests has; `python -m tools.full_results` counts them."""
-NOT_RUN = "not run on this source"
+NOT_RUN = "no result is kept"
 SHOWN = ("yes", "in part", NOT_RUN, "no")
 TIMES = {
     "restart_seconds": "",
@@ -220,12 +220,12 @@ def _introduction(rows: Sequence[tuple[Fault, Record]], results: Results) -> lis
     commits = ", ".join(sorted({str(result["at"]) for result in results.values()}))
     kept = f", of commit {commits}" if results else ", which is empty: none is kept"
     return [
-        f"Of {len(rows)} faults, tests that passed show {whole} as they stand here and {part} in part; of {not_run} "
-        f"none is kept, and {none} have none. That is by the last full run as far as it is kept "
-        f"(`bench/results/full.json`: {len(results)} tests{kept}). `passed` says of how many of a row's tests all "
-        f"cases are kept there. {lacking} rows have tests that are `{NOT_RUN}`, and {partly} tests of which some cases "
-        "are not kept: they failed, were skipped, or were not run. Both are shown in part at most. `open` says what no "
-        "test shows.",
+        f"Of {len(rows)} faults, tests that passed show {whole} as they stand here and {part} in part. Of {not_run} no "
+        f"test's result is kept, and {none} have no test. That is by the last full run as far as it is kept "
+        f"(`bench/results/full.json`: {len(results)} tests{kept}). `passed` says of how many of a row's tests the "
+        f"results of all cases are kept. Of {lacking} rows some test's result is not (`{NOT_RUN}`), and of {partly} "
+        f"{'test' if partly == 1 else 'tests'} that of some cases: they failed, were skipped, or were not run. Such "
+        "rows are shown in part at most. `open` says what no test shows.",
         "",
         "`seconds` are the longest that a test of the row told there, beside other tests on two cores: where nothing "
         "else is said those that its training lost, from the last finished step before a fault to the first one after "

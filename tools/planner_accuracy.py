@@ -19,11 +19,11 @@ file.
 - stated: 16 bits, with micro-batch, recompute and schedule given. calibration: rows that constants were fitted to;
   held_out: all others; held_out_sources: sources of which no constant has seen a row; stated_a_b: stated ones that the
   table's compiler does not call suspicious (quality_c).
-- In the second table: the regret of this estimate, of Calculon's, and of the rule of thumb, each on the groups of
-  which Calculon predicted every row. In the third: rows of the file that are not estimated, and why.
+- "Which is the fastest": the regret of this estimate, of Calculon's, and of the rule of thumb, each on the groups of
+  which Calculon predicted every row. "Not estimated": rows of the file that are left out, and why.
 - A row whose source states no micro-batch is estimated with the fastest of 1, 2 and 4 that fits; one that does not
   state what is recomputed with the least that fits. Neither is "stated".
-- In the last table, fitted says whether a row is one of calibration; Calculon's seconds are its authors' tool's, run
+- "Row by row": fitted says whether a row is one of calibration; Calculon's seconds are its authors' tool's, run
   by the table's compiler.
 """
 

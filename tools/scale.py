@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from allranks.checkpointing.manifest import CHUNK_BYTES, MANIFEST_BYTES_CAP
+from allranks.config_guard import GuardConfig
+from allranks.surviving.hosts.handler import BEAT_SECONDS, BEATS
 from allranks.units import format_bytes, format_seconds
 from tools.measured_on import render_origin
 
@@ -17,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "scale.json"
 TEMPLATE = ROOT / "tools" / "scale.md"
 BYTES_PER_PARAMETER = 12
+BEAT = GuardConfig().host_seconds / max(BEATS, int(GuardConfig().host_seconds / BEAT_SECONDS))
+"""Seconds between two signs of life of a host."""
 LARGE_RANKS, LARGE_PARAMETERS, LARGE_PARTS = 100_000, 10e12, 50_000
 """The largest run that the page reckons: its ranks, its parameters, and of each tensor the parts."""
 LLAMA_TENSORS = 3 * 1138
@@ -112,7 +116,8 @@ def extrapolate(rows: list[dict[str, Any]]) -> dict[str, str]:
         "gather_bytes": format_bytes(last["size_bytes"] * times),
         "meeting_hosts": f"{most['number']:,}",
         "meeting_bytes": format_bytes(most["size_bytes"]),
-        "meeting_rate": format_bytes(2 * most["number"] * most["size_bytes"]),
+        "meeting_rate": format_bytes(2 * most["number"] * most["size_bytes"] / BEAT),
+        "beat_seconds": f"{BEAT:.2g}",
         "resume_ranks": f"{boxes['number']:,}",
         "resume_bytes": format_bytes(boxes["size_bytes"]),
         "digest_ranks": f"{digest['number']:,}",

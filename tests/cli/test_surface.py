@@ -75,5 +75,5 @@ def test_where_all_exit_codes_are_listed_the_refusal_is_among_them() -> None:
 
 
 def test_commands_and_flags_are_frozen() -> None:
-    """Add to them; do not rename (design.md, section 6)."""
+    """Add to them; do not rename: scripts stand on them."""
     assert dict(surface()) == SURFACE

@@ -17,7 +17,7 @@ class Mistake:
     """One of them.
 
     Attributes:
-        law: of design.md, section 3, that is broken.
+        law: of docs/explanation/concepts.md that is broken.
         name: in `MISTAKES` of the program.
         what: is done, in words.
         kind: of the first finding; START: the run's own comparison before its first step refuses; LOAD: reading the

@@ -1,4 +1,4 @@
-"""Laws 1 and 2 of design.md in plain python: which sample stands where, how a step is cut, what the rate is.
+"""Laws 1 and 2 of docs/explanation/concepts.md in plain python: where samples stand, how steps are cut.
 
 It imports nothing of allranks: `allranks verify` takes order, cut and schedule from the same code on both of its sides,
 and so proves none of them. This is what they are held to.

@@ -2,15 +2,17 @@
 
 Every line begins with `t` (Unix seconds) and `event`; `samples` counts from the start of the run, over the whole world.
 
-    start       rank, local_rank, world_size, pid, host, device, layout, attempt, total_steps     first of each worker
+    start       rank, local_rank, world_size, pid, host, device, layout, attempt, total_steps     first of each worker;
+                log_bytes: what its log has of earlier attempts
     plan        total_steps                            where only the data tells it; null where nobody knows
     step        step, samples, loss, lr, grad_norm, ledger, seconds; memory_bytes now and then
     evaluation  step, samples, metrics {name: value}, seconds
     checkpoint  step, samples, path, seconds           that the training waited; background_seconds until the commit
-    resume      step, samples, path                    the checkpoint's; the steps after it are done again
+                                                       tier: memory, where it was a copy there
+    resume      step, samples, path                    the checkpoint's; the steps after it are done again; tier
     left_out    first, past, ledger                    positions first .. past - 1, which this attempt does not feed
-    decision    what, because
-    verdict     kind, what, evidence, next
+    decision    what, because                          step, where it belongs to one
+    verdict     kind, what, evidence, next             likewise
     end         reason (done, stopped, failed), seconds {cause: seconds}, memory_bytes, error
 
 A number that is not finite stands as null beside `<name>_text`: "nan", "inf" or "-inf", so that every strict reader of

@@ -19,7 +19,7 @@ from allranks.planning.operation_times import (
 from allranks.planning.setting import Setting
 
 KEPT_PRODUCTS = 0.5
-"""torch's selective policy keeps the result of every second product (TorchTitan 2410.06511, section 2.1.3)."""
+"""torch's selective policy keeps the result of every second product (as in TorchTitan 2410.06511)."""
 
 CAST = 2.0
 """Bytes of a weight in autocast's type."""
@@ -158,7 +158,7 @@ class _Sums:
         """What recompute=selective keeps of an operation, and what it computes again.
 
         Megatron-LM computes the scores alone again (2205.05198, section 5). torch keeps the results of every second
-        product and of fused attention (TorchTitan, 2410.06511, section 2.1.3; ours in parallel/recompute.py).
+        product and of fused attention (TorchTitan 2410.06511; ours in parallel/recompute.py).
         """
         how = setting.mechanisms
         if how.selective == "attention":

@@ -79,7 +79,7 @@ def under_way(schedule: str, stage: int, pp: int, chunks: int, micro_steps: int)
     """Micro-steps whose activations a stage holds at most, in units of the whole rank's layers.
 
     1F1B: pp - stage (PipeDream-flush; 2104.04473, section 2.2.1). Interleaved: 1 + (pp - 1) / (pp * chunks) times pp on
-    the first rank (2205.05198, section 4.2.3). GPipe: all. ZB-H2 doubles 1F1B's, ZB-H1 keeps it (2401.10241, table 1);
+    the first rank (2205.05198, section 4.2.3). GPipe: all. ZB-H2 doubles 1F1B's, ZB-H1 keeps it (2401.10241, table 2);
     ZB-V and DualPipeV hold pp of whole ranks on each (2405.15362).
     """
     if pp == 1:
@@ -118,7 +118,7 @@ def pipeline_seconds(
     """(Seconds of all micro-steps on the slowest stage, what the pipeline adds to fill and to drain).
 
     1F1B and GPipe: the other stages' forward and backward once (2104.04473, section 2.2.1). Interleaved: that over
-    `chunks` (section 2.2.2). Zero bubble, 2401.10241, table 1: ZB-H1 leaves (pp - 1)(F + B - W), ZB-H2
+    `chunks` (section 2.2.2). Zero bubble, 2401.10241, table 2: ZB-H1 leaves (pp - 1)(F + B - W), ZB-H2
     (pp - 1)(F + B - 2W); ZB-V as ZB-H2 (2405.15362).
     """
     pp = len(forward)

@@ -71,7 +71,7 @@ class Outcome:
     """How all workers ended.
 
     Attributes:
-        exit_code: the run's, by design.md section 6: the first failing rank's, or that of the agreed stop.
+        exit_code: the run's, by docs/reference/errors.md: the first failing rank's, or that of the agreed stop.
         first_failure: the failure that came first and is no consequence of another; None where none failed.
         replies: global rank -> what the worker sent.
         others: the ranks that failed besides it, mostly as a consequence.

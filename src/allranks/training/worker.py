@@ -85,7 +85,7 @@ class Assignment:
 
 
 def work(assignment: Assignment) -> int:
-    """Train as one rank of the world that the environment describes; returns the exit code of design.md section 6."""
+    """Train as one rank of the world that the environment describes; the exit code of docs/reference/errors.md."""
     stops = StopRequests.install()
     fault_points.reach("start")
     environment = read_environment(os.environ)

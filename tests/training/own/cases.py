@@ -95,7 +95,7 @@ def own_loop(
     join: Mapping[str, Any] = MappingProxyType({}),
     **cutting: Any,
 ) -> list[RecordedStep]:
-    """The listing of design.md on one rank, and what it held after every step. Ranks build different models."""
+    """A whole loop on one rank, and what it held after every step. Ranks build different models."""
     steps: list[RecordedStep] = []
     with allranks.join(layout=layout, precision=precision, run=folder, **join) as world:
         module = built(7 if world.rank == 0 else 100 + world.rank)
