@@ -93,6 +93,8 @@ def render_errors() -> str:
     title, _, rest = drawing.partition("\n")
     picture, _, words = rest.strip("\n").partition("\n\n")
     table = ["| error | exit code | when |", "|---|---|---|", *rows]
+    words += "\n\nWhat else `allranks train` ends with (75, 130 ...), and whether to start it again: "
+    words += "[the table](../how-to/hangs-and-crashes.md#it-died-what-now)."
     return f"# Errors\n\n{NOTE}{title}\n\n```text\n{picture}\n```\n\n{words}\n\n" + "\n".join(table) + "\n"
 
 
