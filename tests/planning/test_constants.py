@@ -50,7 +50,7 @@ def test_the_page_counts_the_constants_as_the_table_has_them() -> None:
     words = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
     counted = (len(own["a100"]), len(figures), min(others), max(others))
     assert told.groups() == tuple(words[number] for number in counted)
-    named = page[told.start() : page.index("\n", told.start())]
+    named = re.split(r"\n\n(?!- )", page[told.start() :])[0]  # with the list that follows
     assert all(
         f"`{name}`" in named for name in set.union(*(own[name] for name in own if name not in ("default", "cpu")))
     )
