@@ -59,6 +59,10 @@ def render_100b() -> str:
     return NOTE + "\n".join(parts)
 
 
+def _samples(number: int) -> str:
+    return "1 sample" if number == 1 else f"{number} samples"
+
+
 def _section(name: str, cluster: str, plan: Plan) -> str:
     leading = plan.leading
     assert leading is not None
@@ -66,7 +70,7 @@ def _section(name: str, cluster: str, plan: Plan) -> str:
     lines = [f"## 8 nodes of 8 A100 {name}\n", f"```bash\n.venv/bin/{command(cluster)}\n```\n"]
     seconds, peak = found.step_seconds, found.peak_bytes
     lines.append(
-        f"What wins is `{found.choice.layout}` with {found.choice.micro_batch} sample(s) a forward: a step takes"
+        f"What wins is `{found.choice.layout}` with {_samples(found.choice.micro_batch)} a forward: a step takes"
         f" {format_seconds(seconds.expected)} ({format_seconds(seconds.low)} to {format_seconds(seconds.high)}),"
         f" {found.mfu:.0%} of the devices' peak; the fullest device needs {format_bytes(peak.expected)} of"
         f" {format_bytes(found.capacity_bytes)}. It is {leading.because}.\n"

@@ -15,6 +15,11 @@ ATTEMPT = "ALLRANKS_ATTEMPT"  # the variable that says to workers of several hos
 HOSTS = "ALLRANKS_HOST_ADDRESSES"  # and the one with the addresses of these, parted by commas
 NO_GPUS: Final = MappingProxyType({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
 """Under these variables, torch sees no GPU that it has not used before."""
+NO_SHADOWS: Final = MappingProxyType({"PYTHONSAFEPATH": "1"})
+"""Under this, an interpreter started with -c or -m does not find a user's tokenize.py in the current folder instead of
+the standard library's (`multiprocessing` starts its helpers so)."""
+COMMAND: Final = (sys.executable, "-P", "-m", "allranks")
+"""This command for a process of its own, with the same care."""
 
 
 @final

@@ -16,6 +16,7 @@ from allranks import fault_points
 from allranks.cli import running as module
 from allranks.cli.main import main
 from allranks.fault_points import Fault
+from allranks.process_environment import COMMAND
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving import forkserver
@@ -31,6 +32,7 @@ from tests.commands import (
     worker_pids,
 )
 from tests.free_port import free_port
+from tests.test_documentation import ROOT
 
 QUICK = ("train.steps=20", "train.global_batch=10", "optimizer.lr=0.05", "schedule.name=cosine", "schedule.warmup=3")
 
@@ -81,6 +83,39 @@ def test_a_run_from_start_to_report(tmp_path: Path) -> None:
     assert "The next plan for this machine knows that ddp took" in ran.stderr
     checkpoints = json.loads(allranks("checkpoint", "verify", "run", "--json", folder=tmp_path).stdout)
     assert checkpoints
+
+
+def test_files_beside_the_task_take_the_place_of_no_module_of_pythons(tmp_path: Path) -> None:
+    """Such as the tokenize.py of somebody who trains a tokenizer."""
+    shutil.copy(POINTS, tmp_path / "task.py")
+    for name in ("tokenize", "re", "random"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is the user')\n")
+    words = ("train", "task.py", *QUICK, "--nproc", "2", "--run", "run")
+    program = tmp_path / "bin" / "program.py"
+    program.parent.mkdir()
+    program.write_text("from allranks.cli.main import command\ncommand()\n")
+    ran = subprocess.run(
+        [sys.executable, str(program), *words],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0 and "this is the user" not in ran.stdout + ran.stderr, ran.stderr
+    assert "workers start from a fork server" in ran.stdout + ran.stderr
+
+
+def test_a_breakpoint_has_the_keyboard_where_the_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tutorial" / "your-own-model.md").read_text()
+    written = next(line for line in page.splitlines() if line.startswith("$ RANK=0"))
+    words = written.removeprefix("$ ").replace("29500", str(free_port())).split()
+    variables = dict(word.split("=") for word in words[: words.index("allranks")])
+    lines = (ROOT / "examples" / "digits" / "task.py").read_text().splitlines(keepends=True)
+    place = next(number for number, line in enumerate(lines) if "def loss(" in line)
+    (tmp_path / "task.py").write_text("".join([*lines[: place + 1], "        breakpoint()\n", *lines[place + 1 :]]))
+    ran = subprocess.run(
+        [*COMMAND, *words[words.index("allranks") + 1 :]],
+        cwd=tmp_path, env=environment() | variables, input="p output.shape\nq\n", capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert "loss()" in ran.stdout and "(Pdb) torch.Size([" in ran.stdout
 
 
 @pytest.mark.full
@@ -365,7 +400,7 @@ def test_show_starts_nothing(tmp_path: Path) -> None:
     [
         (("--layout", "fsdp"), "fsdp over one process is single: nobody is there to share with, so it saves no memory"),
         (("--layout", "ddp"), "ddp over one process is single"),
-        (("--layout", "single"), "the config names it"),
+        (("--layout", "single"), "the command line names it"),
         ((), "there is one process"),
     ],
 )

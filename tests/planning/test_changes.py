@@ -119,6 +119,7 @@ def test_larger_units_are_gathered_whole() -> None:
         ("dp_shard=3", "refused: dp_shard=3 does not divide the 8 data-parallel ranks"),
         ("gpus=12", "refused: 2x8:a100-80g has nodes of 8 devices; use 8 or 16"),
         ("gpus=3", "refused: tp * cp * pp = 2 does not divide 3 devices"),
+        ("micro_batch=999", "refused: a data-parallel rank has "),
         ("unit=5", "refused: units of 5 blocks do not divide 32 of layers.*"),
         ("offload=all", "give host_memory_gb in a cluster file (weights and the optimizer's state are "),
     ],

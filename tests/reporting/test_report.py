@@ -42,7 +42,7 @@ def checkpoint(run: Run, name: str, *, committed: bool = True) -> None:
     directory.mkdir()
     (directory / "rank-00000.safetensors").write_bytes(b"x" * 1000)
     if committed:
-        (directory / "COMMITTED").touch()
+        (directory / "COMMITTED").write_text("not of the size, as in `checkpoint list`")
 
 
 def test_a_run_that_is_done(run: Run) -> None:

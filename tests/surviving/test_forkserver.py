@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from multiprocessing import forkserver as standard
 from pathlib import Path
@@ -76,6 +77,25 @@ def test_workers_are_spawned_where_the_users_file_hinders(
     method = forkserver.choose_start_method()
     assert method.name == "spawn"
     assert because in method.decision.because
+
+
+@pytest.mark.parametrize("start", ["choose_start_method().name", "call_spawned('os:getcwd')"])
+def test_a_users_file_takes_the_place_of_no_module_of_pythons(tmp_path: Path, start: str) -> None:
+    """`multiprocessing` starts its helpers with -c, which looks into the current folder first."""
+    for name in ("pickle", "random", "re", "socket", "tokenize"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is the user')\n")
+    program = tmp_path / "bin" / "program.py"
+    program.parent.mkdir()
+    program.write_text(f"""
+from allranks.surviving.aside import call_spawned
+from allranks.surviving.forkserver import choose_start_method
+print({start})
+""")
+    ran = subprocess.run(
+        [sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.stdout.strip() in ("forkserver", str(tmp_path)), ran.stderr
+    assert ran.stderr == ""
 
 
 def test_the_main_module_is_hidden_for_a_while() -> None:

@@ -16,6 +16,7 @@ from allranks.benchmarking.scaling import Point, Trained, read_trained
 from allranks.config_sections import TrainConfig
 from allranks.errors import AllranksError, ConfigError, ProcessError
 from allranks.lifeline import die_with_parent
+from allranks.process_environment import COMMAND
 from allranks.run import Run
 from allranks.units import format_seconds
 
@@ -118,7 +119,7 @@ def _allranks(
     """
     environment = os.environ if threads is None else os.environ | {"OMP_NUM_THREADS": str(threads)}
     with subprocess.Popen(
-        [sys.executable, "-m", "allranks", *arguments],
+        [*COMMAND, *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -96,6 +96,7 @@ def scaling(
 
     Every figure is from the journal of a run of `allranks train`. Strong scaling shares one global batch among more
     processes, and reaches the same loss; weak scaling gives each process as much as one had, which is another training.
+    Exit code 0: measured; 2: refused; 3: a run did not end as it should.
     """
     from allranks.benchmarking.strategies import read_layouts, read_numbers
 

@@ -17,6 +17,7 @@ from allranks.plan_request import PlanRequest
 from allranks.planning.dry_run import DryRun, read_dry_run
 from allranks.planning.hardware import find_cluster
 from allranks.planning.question import Question, fixed_micro_steps
+from allranks.process_environment import COMMAND
 from allranks.units import format_seconds
 
 CHECK_SECONDS: Final = 300.0
@@ -39,7 +40,7 @@ class Rehearser:
         request: PlanRequest,
         subject: Subject,
         limit_seconds: float = CHECK_SECONDS,
-        program: Sequence[str] = (sys.executable, "-m", "allranks"),
+        program: Sequence[str] = COMMAND,
     ) -> None:
         self._arguments, self._subject, self._program = request.arguments, subject, program
         self._sizes = [f"--{name.replace('_', '-')}={value}" for name, value in request.sizes.items()]

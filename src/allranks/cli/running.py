@@ -38,7 +38,7 @@ MOST_PROCESSES = 1024
 
 
 def train(request: TrainRequest) -> int:
-    """Train as `request` says; the exit code of design.md section 6.
+    """Train as `request` says; the exit code of docs/reference/errors.md.
 
     Raises:
         AllranksError: what was asked cannot be done; nothing was started.
@@ -93,7 +93,7 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: 
         request = replace(request, overrides=(*request.overrides, *found.overrides))
     layout = resolve_layout(prepared.config, num_processes, environment.num_nodes)
     if decided is None:
-        decided = [Decision(f"layout {layout}", _because_named(prepared.config.layout, layout))]
+        decided = [Decision(f"layout {layout}", _because_named(request, prepared.config.layout, layout))]
     decisions = (*prepared.decisions, decision, *decided)
     if request.show:
         return 0, _show(request, prepared, layout, decisions)
@@ -122,19 +122,20 @@ def _train_on_hosts(request: TrainRequest, hosts: HostsRequest, secret: bytes) -
         layout, _ = layout_of_hosts(prepared, nproc, hosts)
     else:
         layout, told = layout_of_hosts(prepared, nproc, hosts)
-        decided = (Decision(f"layout {layout}", _because_named(prepared.config.layout, layout)), *told)
+        decided = (Decision(f"layout {layout}", _because_named(request, prepared.config.layout, layout)), *told)
     if request.show:
         return 0, _show(request, prepared, layout, (*decisions, *decided))
     return run_on_hosts(request, hosts, prepared, nproc, (*decisions, *decided), secret)
 
 
-def _because_named(config: LayoutConfig, layout: "Layout") -> str:
+def _because_named(request: TrainRequest, config: LayoutConfig, layout: "Layout") -> str:
     """Why a layout is this one, which no plan chose."""
     if not config.chosen:
         return "ddp is the default" if layout.world_size > 1 else "there is one process"
     written = {axis: getattr(config, axis) for axis in AXES}
     if layout.kind != "single" or "*" not in written.values():
-        return "the config names it"
+        typed = request.layout is not None or any(word.startswith("layout.") for word in request.overrides)
+        return f"{'the command line' if typed else 'the config'} names it"
     starred = next(f"{axis}=*" for axis, degree in written.items() if degree == "*")
     named = next((word for word in WORDS if written == {axis: WORDS[word].get(axis, 1) for axis in AXES}), starred)
     saves_nothing = ": nobody is there to share with, so it saves no memory" if config.dp_shard == "*" else ""

@@ -85,7 +85,9 @@ def train(
 ) -> int:
     """Train a model on the devices of this machine, or with --nodes of several.
 
-    Started by torchrun, srun or mpirun, it is one process of theirs.
+    Started by torchrun, srun or mpirun, it is one process of theirs. Exit code 0: trained; 1: it failed; 2: refused;
+    75: stopped and saved; 76: ended from outside (after both start it again); 78: refused once it had begun; 93: a
+    guard ended it; 130: stopped at once.
     """
     task_spec, toml, overrides = read_arguments(arguments or ())
     if run is not None and resume is not None:

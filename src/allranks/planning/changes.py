@@ -110,7 +110,7 @@ def _change(key: str, value: Any, here: Situation, question: Question) -> Situat
         "precision": lambda: replace(
             here, profile=question.make_profile(question.seq, value), choice=replace(here.choice, precision=value)
         ),
-        "micro_batch": lambda: replace(here, choice=replace(here.choice, micro_batch=value)),
+        "micro_batch": lambda: _in_forwards_of(value, here),
         "global_batch": lambda: replace(here, choice=replace(here.choice, global_batch=value)),
         "seq": lambda: replace(here, profile=question.make_profile(value, here.choice.precision)),
         "gpus": lambda: _on_gpus(value, here),
@@ -123,6 +123,15 @@ def _change(key: str, value: Any, here: Situation, question: Question) -> Situat
     if key == "recompute" and value == "budget":
         changed = replace(changed, compile="block")
     return replace(here, choice=_with_layout(here.choice, changed))
+
+
+def _in_forwards_of(samples: int, here: Situation) -> Situation:
+    """So many samples in each forward, of which a rank has as many in a step."""
+    choice = here.choice
+    share = -(-choice.global_batch // choice.layout.dp)
+    if samples > share:
+        raise ConfigError(f"a data-parallel rank has {share} of the {choice.global_batch} samples of a step")
+    return replace(here, choice=replace(choice, micro_batch=samples))
 
 
 def _with_layout(choice: Choice, layout: Layout) -> Choice:

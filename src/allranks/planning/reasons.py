@@ -57,7 +57,8 @@ def why_first(best: Estimate, num_fitting: int) -> str:
     if others and others[0][1] > NOTICED * best.time.total:
         spent += f", {CAUSES[others[0][0]]} {_share(others[0][1], best.time.total)}"
     used = f"{format_bytes(best.memory.total)} in use of {format_bytes(best.capacity_bytes)}"
-    return f"{of_how_many}: {spent}; {used}"
+    full = best.peak_bytes.expected > (1 - NOTICED) * best.capacity_bytes
+    return f"{of_how_many}: {spent}; {used}{', and the allocator fills the rest' if full else ''}"
 
 
 def why_not(other: Estimate, best: Estimate | None) -> str:

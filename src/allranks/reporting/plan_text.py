@@ -51,6 +51,10 @@ def render_comparison(plans: Sequence[Plan], *, width: int = WIDTH) -> str:
     return as_text([Text("Compared"), table], width)
 
 
+def _samples(a_second: float) -> str:
+    return format_count(a_second) if a_second >= 1000 else f"{a_second:.3g}"
+
+
 def _pace(plan: Plan) -> float:
     return plan.best.estimate.samples_per_second if plan.best else 0.0
 
@@ -63,7 +67,7 @@ def _comparison_row(plan: Plan, priced: bool) -> list[str | Text]:
     bill = plan.bill
     money = "-" if bill is None or bill.money is None else f"{bill.money.expected:,.0f} {bill.currency}"
     fits = "" if plan.best else " (does not fit)"
-    figures = [f"{found.samples_per_second:.3g}", format_seconds(found.step_seconds.expected)]
+    figures = [_samples(found.samples_per_second), format_seconds(found.step_seconds.expected)]
     figures += [format_bytes(found.peak_bytes.expected), f"{found.mfu:.0%}", *([money] if priced else [])]
     return [plan.cluster, *figures, breakable(_choice(found.choice) + fits)]
 
@@ -99,7 +103,7 @@ def _figures(found: Estimate) -> RenderableType:
     choice, seconds, peak = found.choice, found.step_seconds, found.peak_bytes
     forwards = f"{choice.micro_steps} forward{'' if choice.micro_steps == 1 else 's'} a step"
     spread = f"({format_seconds(seconds.low)} to {format_seconds(seconds.high)})"
-    pace = f"{found.samples_per_second:.3g} samples/s"
+    pace = f"{_samples(found.samples_per_second)} samples/s"
     if found.tokens_per_second > found.samples_per_second:
         pace += f", {format_count(found.tokens_per_second)} tokens/s"
     memory = f"({format_bytes(peak.low)} to {format_bytes(peak.high)}) of {format_bytes(found.capacity_bytes)}"

@@ -35,6 +35,7 @@ from allranks.verdict import Decision, Verdict
 State = Literal["done", "stopped", "crashed", "running"]
 
 LOG_TAIL_BYTES = 1 << 14
+ABOUT_FILES = ("manifest.json", "COMMITTED")  # of a checkpoint; they are no part of its size
 SPENT = 1e-3  # of the highest rate: below, more steps change next to nothing
 ERROR_LINE = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)\b.*$", re.MULTILINE)
 
@@ -218,7 +219,7 @@ def _checkpoints(directory: Path) -> tuple[KeptCheckpoint, ...]:
         if step is None:
             continue
         try:
-            num_bytes = sum(file.stat().st_size for file in path.iterdir())
+            num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.name not in ABOUT_FILES)
         except OSError:  # of a run that goes on: just renamed or pruned
             continue
         found.append(KeptCheckpoint(path.name, int(step[1]), (path / "COMMITTED").exists(), num_bytes))

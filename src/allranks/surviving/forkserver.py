@@ -16,7 +16,7 @@ from multiprocessing import forkserver, get_context, set_forkserver_preload
 from types import MappingProxyType, ModuleType
 from typing import Literal, final
 
-from allranks.process_environment import changed_environment
+from allranks.process_environment import NO_SHADOWS, changed_environment
 from allranks.surviving import preload
 from allranks.surviving.interrupts import SIGNALS
 from allranks.verdict import Decision
@@ -24,7 +24,7 @@ from allranks.verdict import Decision
 # What `import torch` leaves for later and a first step of DDP or FSDP2 with AdamW needs; measured by bench/start.py.
 ALWAYS = ("torch", "torch.distributed.fsdp", "torch._dynamo", "torch.profiler", "allranks.surviving.child")
 # The server computes nothing, and a pool of OpenMP threads would not survive a fork. NVML counts GPUs without CUDA.
-SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **NO_SHADOWS}
 # Variables that libraries read when they are imported; a worker forked later cannot change what they said.
 READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "PYTORCH", "PYTHON", "LD_")
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -137,10 +137,12 @@ def main_hidden() -> Iterator[None]:
     """Start processes without running the program's main file again in each.
 
     So a script needs no `if __name__ == "__main__":`, and a notebook no file; the command's imports are not repeated.
+    Nor does a user's file take the place of a module that the interpreter needs before it has this process's path.
     """
     real = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
-        yield
+        with changed_environment(NO_SHADOWS):
+            yield
     finally:
         sys.modules["__main__"] = real

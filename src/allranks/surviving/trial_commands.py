@@ -7,7 +7,6 @@ would do: `allranks train --resume`.
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import final
 import psutil
 
 from allranks.fault_points import VARIABLE, read_fired
+from allranks.process_environment import COMMAND
 
 GONE_SECONDS = 2.0  # law 15
 LOOK_SECONDS = 0.05
@@ -78,7 +78,7 @@ def _run(arguments: Sequence[str], points: Path, temporary: Path, log: Path) -> 
     began = time.time()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "allranks", *arguments],
+            [*COMMAND, *arguments],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -8,7 +8,6 @@ of the sentinels. Of a program that is not trained it is said why.
 import ast
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any, final
 
 from allranks.errors import AllranksError
 from allranks.layout import num_processes
-from allranks.process_environment import NO_GPUS, changed_environment
+from allranks.process_environment import COMMAND, NO_GPUS, changed_environment
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving.launch import launch_without_gpus
@@ -133,7 +132,7 @@ def is_task(path: Path) -> bool:
 def watch(entry: Entry, words: str, steps: int) -> Watched:
     """Train one program in one way, and once more to see what the sentinels cost."""
     request, _ = read_run(entry, words)
-    command = [sys.executable, "-m", "allranks", "train", str(entry.path.resolve()), "--device", "cpu"]
+    command = [*COMMAND, "train", str(entry.path.resolve()), "--device", "cpu"]
     command += ["--layout", request.layout] if request.layout is not None else []
     command += ["--nproc", str(request.nproc)] if request.nproc is not None else []
     begun = time.monotonic()
