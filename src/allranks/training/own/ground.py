@@ -44,7 +44,7 @@ ARGUMENTS = ("layout", "seed", "precision", "device", "backend", "run", "keep", 
 
 # Of the section layout, what a layout string has not and an own loop can do.
 LAYOUT_KEYS = (
-    *("gather", "ddp_hook", "powersgd_rank", "powersgd_start", "ddp_bucket_mb", "context", "placement"),
+    *("gather", "prefetch", "ddp_hook", "powersgd_rank", "powersgd_start", "ddp_bucket_mb", "context", "placement"),
     *("local_sgd", "outer_lr", "outer_momentum", "outer_nesterov"),
 )
 GUARD_KEYS = ("digest_every", "on_finding", "mute")  # of the section guard: the sentinels
