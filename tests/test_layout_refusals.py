@@ -115,6 +115,15 @@ def test_what_is_not_made_is_refused(text: str, world_size: int, message: str) -
     assert str(caught.value) == message
 
 
+def test_a_pipeline_gathers_nothing_ahead() -> None:
+    given = LayoutConfig.model_validate({"dp_shard": 2, "prefetch": 2})
+    refuse_unsupported(Layout.resolve(given, 2))
+    with pytest.raises(
+        LayoutError, match=r"^layout\.prefetch=2 gathers in the order of the model, and under pp=2 micro"
+    ):
+        refuse_unsupported(Layout.resolve(given.model_copy(update={"pp": 2}), 4))
+
+
 def test_parameters_in_the_hosts_memory_do_not_go_with_local_sgd() -> None:
     given = LayoutConfig.model_validate({"dp_replicate": 2, "dp_shard": 2, "local_sgd": 5, "offload": "parameters"})
     with pytest.raises(

@@ -145,9 +145,9 @@ class LayoutConfig(Section):
     compile: Literal["none", "block"] = key("none", "whether each block goes through torch.compile")
     static_graph: bool = key(False, "promise DDP that every step uses the same parameters")
     gather: Literal["float32", "bfloat16"] | None = key(
-        None,
-        "the type in which sharded parameters travel; not given: bfloat16 on CUDA where it computes so, else float32",
+        None, "in what type sharded parameters travel; not given: bfloat16 on CUDA where it computes so, else float32"
     )
+    prefetch: Count | None = key(None, "layers gathered ahead of the one that computes; not given: as torch does it")
     ddp_bucket_mb: float | None = key(
         None, "the size of one gradient message of DDP; not given: torch's", unit="MiB", gt=0
     )

@@ -35,7 +35,8 @@ class Layout:
         sharding: what dp_shard shares. "none": `fully_shard` with dp_shard 1, all ranks in dp_replicate. Says nothing
             where there is nothing to share (see `fully_sharded`).
         context: how the ranks of a sequence attend to each other's positions.
-        schedule, recompute, offload, batchnorm, compile, static_graph, gather, ddp_bucket_mb: as in the config.
+        schedule, recompute, offload, batchnorm, compile, static_graph, gather, prefetch, ddp_bucket_mb: as in the
+            config.
         ddp_hook, powersgd_*, local_sgd, outer_*: as in the config, too.
         kind: "single" is one process on one device; "data_parallel" is one process on several, and under "placement"
             each copy of the model is one.
@@ -56,6 +57,7 @@ class Layout:
     compile: str = "none"
     static_graph: bool = False
     gather: Literal["float32", "bfloat16"] | None = None
+    prefetch: int | None = None
     ddp_bucket_mb: float | None = None
     context: Literal["ulysses", "ring"] = "ulysses"
     ddp_hook: Literal["none", "bfloat16", "float16", "powersgd"] = "none"
@@ -196,8 +198,8 @@ class Layout:
 
 
 _KEPT_AS_GIVEN = (
-    *("schedule", "recompute", "offload", "batchnorm", "compile", "static_graph", "gather", "ddp_bucket_mb"),
-    *("context", "ddp_hook", "powersgd_rank", "powersgd_start"),
+    *("schedule", "recompute", "offload", "batchnorm", "compile", "static_graph", "gather", "prefetch"),
+    *("ddp_bucket_mb", "context", "ddp_hook", "powersgd_rank", "powersgd_start"),
     *("local_sgd", "outer_lr", "outer_momentum", "outer_nesterov"),
 )
 

@@ -18,6 +18,11 @@ def refuse_unsupported(layout: Layout) -> None:
     _check_offload(layout)
     _check_schedule(layout)
     _check_recompute(layout)
+    if layout.prefetch is not None and layout.pp > 1:
+        raise LayoutError(
+            f"layout.prefetch={layout.prefetch} gathers in the order of the model, and under pp={layout.pp} "
+            "micro-steps take turns in it: leave prefetch out"
+        )
     if layout.kind == "placement":
         refuse_beside_placement(dict(layout.differing()))
 

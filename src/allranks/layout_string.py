@@ -10,7 +10,7 @@ from allranks.errors import ConfigError
 
 MODES = ("sharding", "schedule", "recompute", "offload", "batchnorm", "compile")
 TOML_ONLY = (
-    *("static_graph", "gather", "ddp_bucket_mb", "context", "placement"),
+    *("static_graph", "gather", "prefetch", "ddp_bucket_mb", "context", "placement"),
     *("ddp_hook", "powersgd_rank", "powersgd_start"),
     *("local_sgd", "outer_lr", "outer_momentum", "outer_nesterov"),
 )

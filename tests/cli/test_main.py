@@ -128,6 +128,15 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["train"]) == 130
 
 
+@pytest.mark.timeout(method="thread")  # its other method takes SIGALRM
+def test_ctrl_c_is_130_where_a_module_that_is_imported_swallows_it(tmp_path: Path) -> None:
+    """As torch's do while they look for numpy."""
+    (tmp_path / "task.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
+    assert main(["train", str(tmp_path / "task.py"), "--show"]) == 130
+
+
 def test_what_is_nobodys_fault_but_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> int:
         raise ZeroDivisionError

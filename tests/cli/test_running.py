@@ -16,7 +16,6 @@ from allranks import fault_points
 from allranks.cli import running as module
 from allranks.cli.main import main
 from allranks.fault_points import Fault
-from allranks.process_environment import COMMAND
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving import forkserver
@@ -104,15 +103,14 @@ def test_files_beside_the_task_take_the_place_of_no_module_of_pythons(tmp_path: 
 
 def test_a_breakpoint_has_the_keyboard_where_the_page_says(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "tutorial" / "your-own-model.md").read_text()
-    written = next(line for line in page.splitlines() if line.startswith("$ RANK=0"))
-    words = written.removeprefix("$ ").replace("29500", str(free_port())).split()
-    variables = dict(word.split("=") for word in words[: words.index("allranks")])
+    written = next(line for line in page.splitlines() if line.startswith("$ torchrun"))
+    program, *words = written.removeprefix("$ ").split()
     lines = (ROOT / "examples" / "digits" / "task.py").read_text().splitlines(keepends=True)
     place = next(number for number, line in enumerate(lines) if "def loss(" in line)
     (tmp_path / "task.py").write_text("".join([*lines[: place + 1], "        breakpoint()\n", *lines[place + 1 :]]))
     ran = subprocess.run(
-        [*COMMAND, *words[words.index("allranks") + 1 :]],
-        cwd=tmp_path, env=environment() | variables, input="p output.shape\nq\n", capture_output=True, text=True,
+        [str(Path(sys.executable).with_name(program)), *words],
+        cwd=tmp_path, env=environment(), input="p output.shape\nq\n", capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip
     assert "loss()" in ran.stdout and "(Pdb) torch.Size([" in ran.stdout
@@ -410,6 +408,26 @@ def test_why_one_process_trains_by_itself(
     assert main(["train", POINTS, "--nproc", "1", *words, "--show", "--json"]) == 0
     decisions = json.loads(capsys.readouterr().out)["decisions"]
     assert {"what": "layout single", "because": because} in decisions
+
+
+@pytest.mark.usefixtures("no_server")
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        ((), "the config names it"),
+        (("layout.batchnorm=local",), "the config names it"),
+        (("layout.dp_replicate=2",), "the command line names it"),
+        (("--layout", "ddp"), "the command line names it"),
+    ],
+)
+def test_who_names_the_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], because: str
+) -> None:
+    (tmp_path / "run.toml").write_text(f'task = "{POINTS}"\n[layout]\ndp_replicate = "*"\n')
+    assert main(["train", str(tmp_path / "run.toml"), "--nproc", "2", *words, "--show", "--json"]) == 0
+    decisions = json.loads(capsys.readouterr().out)["decisions"]
+    (found,) = [one["because"] for one in decisions if one["what"].startswith("layout dp_replicate=2")]
+    assert found == because
 
 
 def test_a_task_may_set_how_is_printed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from allranks.layout import Layout
+from allranks.parallel.held_back import parameter_groups
 from allranks.parallel.initial import Placer, Source
 from allranks.parallel.mesh import build_mesh
 from allranks.parallel.precision import choose_precision
@@ -156,3 +157,92 @@ def test_what_is_changed_in_place_still_learns(pool: Pools, dims: tuple[int, ...
         assert own_memory
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, msg=name)
+
+
+class Layers(nn.Module):
+    """Four units and the rest; of the units one may be passed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, without: int | None = None) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x if index == without else block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def sharded_layers(prefetch: int | None) -> Layers:
+    module = Layers()
+    units = [(f"blocks.{index}",) for index in range(4)]
+    policy = choose_precision("float32", None, "cpu").fsdp_policy()
+    mesh = build_mesh(Layout(dp_shard=2, prefetch=prefetch), "cpu")
+    shard(module, units, mesh, policy, Placer(torch.device("cpu"), Source()))
+    return module
+
+
+def look_at_order(prefetch: int | None) -> tuple[str, str]:
+    """What a forward and a backward do: g0 gathers the first unit, c0 computes it."""
+    module, seen = sharded_layers(prefetch), list[str]()
+    module(torch.ones(2, 5)).sum().backward()
+
+    def told(group: Any, index: int) -> Callable[..., None]:
+        unshard = group.unshard
+
+        def gather(*arguments: Any, **named: Any) -> None:
+            if not group.is_unsharded and group._all_gather_result is None:
+                seen.append(f"g{index}")
+            unshard(*arguments, **named)
+
+        return gather
+
+    for index, block in enumerate(module.blocks):
+        (group,) = parameter_groups([block])
+        group.unshard = told(group, index)
+        block.register_forward_pre_hook(lambda *_, index=index: seen.append(f"c{index}"))
+        block.register_forward_hook(
+            lambda _, __, output, index=index: output.register_hook(lambda _: seen.append(f"c{index}")) and None
+        )
+    loss = module(torch.ones(2, 5)).sum()
+    forward = " ".join(seen)
+    seen.clear()
+    loss.backward()
+    return forward, " ".join(seen)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "forward", "backward"),
+    [
+        (None, "g0 c0 g1 c1 g2 c2 g3 c3", "g3 g2 c3 g1 c2 g0 c1 c0"),
+        (1, "g0 g1 c0 g2 c1 g3 c2 c3", "g3 g2 c3 g1 c2 g0 c1 c0"),
+        (2, "g0 g1 g2 c0 g3 c1 c2 c3", "g3 g2 g1 c3 g0 c2 c1 c0"),
+        (9, "g0 g1 g2 g3 c0 c1 c2 c3", "g3 g2 g1 g0 c3 c2 c1 c0"),
+    ],
+)
+def test_units_are_gathered_as_far_ahead_as_the_layout_says(
+    pool: Pools, prefetch: int | None, forward: str, backward: str
+) -> None:
+    assert pool(2).run(look_at_order, prefetch) == [(forward, backward)] * 2
+
+
+def train_layers(prefetch: int | None, without: tuple[int | None, ...]) -> list[float]:
+    module: nn.Module = Layers() if prefetch is None else sharded_layers(prefetch)
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.01), []
+    for number, left in enumerate(without):
+        loss = module(torch.full((2, 5), 1.0 + number / 8), left).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_what_is_gathered_ahead_and_passed_over_has_new_values_in_the_next_step(pool: Pools) -> None:
+    without = (None, 2, None, 0, 3, None)
+    expected = train_layers(None, without)
+    assert len(set(expected)) == 6
+    for prefetch in (1, 3):
+        for found in pool(2).run(train_layers, prefetch, without):
+            assert found == pytest.approx(expected, rel=1e-5)

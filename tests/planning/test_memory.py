@@ -98,6 +98,8 @@ def test_fsdp_gathers_two_blocks_and_reduces_one() -> None:
     use = use_of(dp=8, shard=8, zero=3)
     largest = 32768 * 1024 + 0  # the embedding; positions come with it
     assert use.gathered == (2 * 2 + 2) * (largest + 1024 * 1024)
+    ahead = use_of(dp=8, shard=8, zero=3, prefetch=3)
+    assert ahead.gathered == (4 * 2 + 2) * (largest + 1024 * 1024)
     kept = use_of(dp=8, shard=8, zero=3, keeps_gathered=True)
     assert kept.gathered == 2 * GPT.parameters
 

@@ -44,7 +44,7 @@ def test_the_best_says_where_its_time_and_memory_go() -> None:
     )
     assert why_first(BEST, 1).startswith("the only one that fits: ")
     full = estimate(StepTime(compute=8.0), MemoryUse(weights=79.5e9))
-    assert why_first(full, 1).endswith("79.5 GB in use of 80.0 GB, and the allocator fills the rest")
+    assert why_first(full, 1).endswith("79.5 GB in use of 80.0 GB, the peak within 1% of it")
 
 
 def test_a_slower_one_says_what_takes_longer_and_what_it_saves() -> None:

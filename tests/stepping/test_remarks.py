@@ -92,6 +92,7 @@ def test_keys_of_ddp_are_remarked_on_where_there_is_none() -> None:
     ("keys", "used", "unused", "because"),
     [
         ({"gather": "bfloat16"}, {"dp_shard": 2}, {"dp_replicate": 2}, "parameters that are sharded, and this layout"),
+        ({"prefetch": 2}, {"dp_shard": 2}, {"dp_replicate": 2}, "parameters that are sharded, and this layout"),
         ({"powersgd_rank": 2, "powersgd_start": 9}, {"ddp_hook": "powersgd"}, {"ddp_hook": "bfloat16"}, "ddp_hook=po"),
         ({"outer_lr": 1.0, "outer_nesterov": False, "outer_momentum": 0.0}, {"local_sgd": 4}, {}, "local_sgd"),
         ({"context": "ring"}, {"cp": 2}, {"tp": 2}, "cp, and this layout has none"),

@@ -1,15 +1,18 @@
 """Requests to stop, as the command sees them."""
 
+import importlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from allranks.failure import StoppedBeforeStart
-from allranks.surviving.interrupts import AGAIN_SECONDS, Interrupts, stopped_before_start
+from allranks.surviving.interrupts import AGAIN_SECONDS, Interrupts, ctrl_c_arrives, stopped_before_start
 
 pytestmark = pytest.mark.timeout(method="thread")  # its other method takes SIGALRM
 
@@ -208,3 +211,40 @@ def test_handlers_that_came_since_stay() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_ctrl_c_that_an_import_swallows_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    (tmp_path / "swallows_ctrl_c.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt), ctrl_c_arrives():
+        importlib.import_module("swallows_ctrl_c")
+        time.sleep(5)
+        pytest.fail("it never came again")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    time.sleep(2 * AGAIN_SECONDS)  # a SIGALRM now would end this process
+    del sys.modules["swallows_ctrl_c"]
+    with pytest.raises(KeyboardInterrupt), ctrl_c_arrives():
+        importlib.import_module("swallows_ctrl_c")
+        raise RuntimeError("as of a module that was not imported whole")
+    del sys.modules["swallows_ctrl_c"]
+    with pytest.raises(KeyboardInterrupt), ctrl_c_arrives():
+        importlib.import_module("swallows_ctrl_c")
+        with Interrupts(lambda: None):
+            pytest.fail("the run started")
+
+
+def test_ctrl_c_at_any_other_time_is_the_programs() -> None:
+    """Who catches it, as a debugger does, has heard it."""
+    with ctrl_c_arrives():
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        time.sleep(2 * AGAIN_SECONDS)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ctrl_c_arrives():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

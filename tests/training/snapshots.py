@@ -73,8 +73,9 @@ def check_exchange(
     pool: Pools, directory: Path, task: Any, one: tuple[Config, int], other: tuple[Config, int], steps: int
 ) -> dict[str, torch.Tensor]:
     """What one layout (config, world size) saves after `steps` steps another loads, bit by bit: all of it, by name."""
-    before = together(pool(one[1]).run(saved_parts, directory, task, one[0], steps))
-    ranks: list[Any] = pool(other[1]).run(loaded_parts, directory, task, other[0])
+    limit = 240.0 if max(one[1], other[1]) > 8 else 60.0  # seconds: as many processes take turns on the cores
+    before = together(pool(one[1]).run(saved_parts, directory, task, one[0], steps, timeout=limit))
+    ranks: list[Any] = pool(other[1]).run(loaded_parts, directory, task, other[0], timeout=limit)
     after = together([parts for parts, _ in ranks])
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)

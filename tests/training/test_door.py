@@ -79,7 +79,9 @@ def test_two_joins_at_once() -> None:
     ("arguments", "error", "text"),
     [
         ({"layout": "dp_shard=2"}, LayoutError, r"dp_shard\(2\).* = 2, but the world has 1 process"),
-        ({"layout": "ddp", "precision": "bfloat16"}, ConfigError, "float32, float16 or float64; for bfloat16"),
+        ({"layout": "ddp", "precision": "bf16"}, ConfigError, "expected float32, bfloat16, float16 or float64"),
+        ({"gather": "bfloat16"}, ConfigError, "it belongs to train.precision=bfloat16"),
+        ({"layout": "placement", "placement": {"0": "cpu:9"}}, LayoutError, "cpu:9"),
         ({"layout": "dpp"}, ConfigError, "dpp"),
         ({"layout": "pp=2"}, LayoutError, "pp"),
         ({"keep": 0}, ConfigError, "checkpoint.keep"),

@@ -18,6 +18,7 @@ from allranks.errors import AllranksError, ConfigError, TaskError
 from allranks.printable import printable
 from allranks.process_end import end_process, is_observed
 from allranks.standard_streams import steady_streams
+from allranks.surviving.interrupts import ctrl_c_arrives
 from allranks.users_code import user_line, user_place
 
 INTERRUPTED = 130
@@ -78,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     try:
-        code = app(args=words, prog_name="allranks", standalone_mode=False)
+        with ctrl_c_arrives():
+            code = app(args=words, prog_name="allranks", standalone_mode=False)
     except AllranksError as error:
         return print_error(error, json="--json" in words)
     except typer.TyperException as error:

@@ -1,6 +1,7 @@
 """`allranks train` from request to exit code: alone as a worker of an outside launcher, or as the agent of its own."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 MOST_PROCESSES = 1024
 """Of one machine: far above its GPUs and cores."""
+NAMES_A_LAYOUT = re.compile(rf"layout\.(kind|placement|{'|'.join(AXES)})\b")
+"""An override that does; others only say how one is run."""
 
 
 def train(request: TrainRequest) -> int:
@@ -134,7 +137,7 @@ def _because_named(request: TrainRequest, config: LayoutConfig, layout: "Layout"
         return "ddp is the default" if layout.world_size > 1 else "there is one process"
     written = {axis: getattr(config, axis) for axis in AXES}
     if layout.kind != "single" or "*" not in written.values():
-        typed = request.layout is not None or any(word.startswith("layout.") for word in request.overrides)
+        typed = request.layout is not None or any(NAMES_A_LAYOUT.match(word) for word in request.overrides)
         return f"{'the command line' if typed else 'the config'} names it"
     starred = next(f"{axis}=*" for axis, degree in written.items() if degree == "*")
     named = next((word for word in WORDS if written == {axis: WORDS[word].get(axis, 1) for axis in AXES}), starred)

@@ -57,6 +57,8 @@ def shard(
         target = part if len(part) > 1 else part[0]
         fully_shard(target, mesh=device_mesh, ignored_params=alone, **how)
         placer.forget_cut()
+    if mesh.layout.prefetch is not None:
+        _gather_ahead([module, *(part[0] for part in parts)], mesh.layout.prefetch)
     # Who recomputes blocks wants memory rather than time.
     travel: Any = {"overlap": mesh.layout.recompute != "full", "staged": mesh.layout.pp > 1, "under_way": Reductions()}
     spare = gather_through_gloo(module, device_mesh, path, apart=experts, **travel)
@@ -73,6 +75,18 @@ def shard(
     for name in (*names, *(name for names in units for name in names), ""):
         if path is not None:
             path.follow(module.get_submodule(name), name)
+
+
+def _gather_ahead(order: Sequence[Any], number: int) -> None:
+    """The root and the units in the order of the model: each has the next `number` gathered while it computes.
+
+    In the backward it is those before it. Torch's own way is one there, and in the forward what the host begins early.
+    A unit that is gathered and not entered is cut again at the end of the backward, by FSDP2.
+    """
+    for index, unit in enumerate(order):
+        unit.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + number])
+        behind = order[1:] if index == 0 else order[1:index]  # the root's backward comes first
+        unit.set_modules_to_backward_prefetch(behind[-number:][::-1])
 
 
 def _shard_experts(

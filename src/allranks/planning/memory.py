@@ -105,9 +105,9 @@ def _state_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> tup
 
 
 def _gathered_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> float:
-    """Whole blocks beside their shards: two gathered ones, and the gradients of one that are being reduced.
+    """Whole blocks beside their shards: gathered ones, and the gradients of one that are being reduced.
 
-    FSDP (2304.11277, section 3): a unit computes while the next one is gathered.
+    FSDP (2304.11277, section 3): a unit computes while the next one is gathered, or the next few.
     """
     how = setting.mechanisms
     if setting.keeps_gathered:
@@ -115,5 +115,6 @@ def _gathered_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> 
         return whole * (how.gather_bytes + (0.0 if how.reduces_every_micro_step else how.reduce_bytes))
     if setting.zero >= 3:
         largest = max((cost.parameters + cost.expert_parameters for _, cost in here), default=0.0)
-        return 2 * largest * how.gather_bytes + largest * how.reduce_bytes
+        together = min(1 + setting.prefetch, max(2, sum(count for count, _ in here)))
+        return together * largest * how.gather_bytes + largest * how.reduce_bytes
     return sum(count * (cost.parameters + cost.expert_parameters) for count, cost in here) * how.cast_bytes

@@ -58,7 +58,7 @@ def why_first(best: Estimate, num_fitting: int) -> str:
         spent += f", {CAUSES[others[0][0]]} {_share(others[0][1], best.time.total)}"
     used = f"{format_bytes(best.memory.total)} in use of {format_bytes(best.capacity_bytes)}"
     full = best.peak_bytes.expected > (1 - NOTICED) * best.capacity_bytes
-    return f"{of_how_many}: {spent}; {used}{', and the allocator fills the rest' if full else ''}"
+    return f"{of_how_many}: {spent}; {used}{f', the peak within {NOTICED:.0%} of it' if full else ''}"
 
 
 def why_not(other: Estimate, best: Estimate | None) -> str:

@@ -24,6 +24,7 @@ class Setting:
         offload: "none", "parameters", "activations", "all".
         keeps_gathered: weights that zero=3 gathers for a forward stay until its backward (FSDP's SHARD_GRAD_OP); where
             `reduces_every_micro_step` is not so, gathered weights and whole gradients stay for the whole step.
+        prefetch: weights of how many blocks are gathered ahead of the one that computes.
         upkeep: samples that are read and checkpoints that are saved besides.
         frozen: whether only added low-rank matrices learn (LoRA 2106.09685).
     """
@@ -45,6 +46,7 @@ class Setting:
     offload: str = "none"
     frozen: bool = False
     keeps_gathered: bool = False
+    prefetch: int = 1
     upkeep: Upkeep = field(default_factory=Upkeep, hash=False)
     mechanisms: Mechanisms = field(default_factory=Mechanisms)
 
@@ -150,6 +152,7 @@ def setting_of(choice: Choice) -> Setting:
         ring=layout.context == "ring",
         offload=layout.offload,
         keeps_gathered=zero == 3 and layout.sharding == "grad_op",
+        prefetch=layout.prefetch or 1,
         upkeep=choice.upkeep,
         mechanisms=mechanisms_of(choice),
     )

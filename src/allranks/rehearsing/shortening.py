@@ -44,7 +44,11 @@ class Shortened:
 
 
 def shorten(spread: Spread, hints: Sequence[str], *, full: bool) -> Shortened:
-    """Let the middle of every run of equal blocks pass its input on; with `full` none."""
+    """Let the middle of every run of equal blocks pass its input on; with `full` none.
+
+    Nor where blocks are gathered ahead: what is gathered for a block that is left out would stay.
+    """
+    full = full or spread.mesh.layout.prefetch is not None
     runs: Callable[[str], bool] = spread.stages.pipeline.runs if spread.stages is not None else lambda name: True
     begins: set[str] = set(spread.stages.pipeline.plan.points) if spread.stages is not None else set()
     found = Shortened()

@@ -73,7 +73,7 @@ def describe_idle_keys(layout: Layout, *, own_step: bool = False, norms: bool = 
     found = []
     for names, used, what_for in (
         (("static_graph", "ddp_bucket_mb"), ddp and not own_step, without),
-        (("gather",), layout.fully_sharded, f"for parameters that are sharded, {none}"),
+        (("gather", "prefetch"), layout.fully_sharded, f"for parameters that are sharded, {none}"),
         (("powersgd_rank", "powersgd_start"), layout.ddp_hook == "powersgd", "for layout.ddp_hook=powersgd"),
         (("outer_lr", "outer_momentum", "outer_nesterov"), layout.local_sgd is not None, "for layout.local_sgd"),
         (("context",), layout.cp > 1, f"for cp, {none}"),

@@ -4,8 +4,9 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from allranks.failure import StoppedBeforeStart
 
@@ -35,9 +36,9 @@ class Interrupts:
         self._replaced: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupts":
-        """Raises StoppedBeforeStart for a request of a moment ago that somebody's code has swallowed."""
-        if _before_start.asked is not None:
-            raise StoppedBeforeStart(_before_start.asked)
+        """Raises what a request of a moment ago has raised, and somebody's code has swallowed."""
+        if _swallowed.asked is not None:
+            raise _swallowed.asked()
         with contextlib.suppress(ValueError):  # not the main thread, where Python allows no handlers
             for number in SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -60,13 +61,13 @@ class Interrupts:
 
 
 @final
-class _BeforeStart:
-    """The request to stop that has not yet ended the block of `stopped_before_start`, by its signal's name."""
+class _Swallowed:
+    """What the last request to stop has raised, for as long as it has not arrived where the command ends."""
 
-    asked: str | None = None
+    asked: Callable[[], BaseException] | None = None
 
 
-_before_start = _BeforeStart()
+_swallowed = _Swallowed()
 
 
 @contextlib.contextmanager
@@ -83,38 +84,83 @@ def stopped_before_start() -> Iterator[None]:
         for number in SIGNALS[1:]:
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, _stop)
+    with _arrives():
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):
+                for number in SIGNALS[1:]:
+                    if signal.getsignal(number) in (_stop, _pass_by):  # and nobody's who has come since
+                        signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def ctrl_c_arrives() -> Iterator[None]:
+    """Inside, a Ctrl-C that comes while a module is imported raises KeyboardInterrupt until that has arrived here.
+
+    At any other time it is Python's own, which code may handle. Where somebody else sees to SIGINT nothing changes.
+    """
+    with contextlib.suppress(ValueError):  # not the main thread
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt)
+    with _arrives():
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):
+                if signal.getsignal(signal.SIGINT) is _interrupt:
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def _arrives() -> Iterator[None]:
+    """Where a request to stop ends: what was made of it on the way is it again, and it is raised no more."""
     try:
         yield
     except Exception as error:
-        if _before_start.asked is not None:
-            raise StoppedBeforeStart(_before_start.asked) from error
+        if _swallowed.asked is not None:
+            raise _swallowed.asked() from error
         raise
     finally:
-        _before_start.asked = None
+        _swallowed.asked = None
         with contextlib.suppress(ValueError):
-            if signal.getsignal(signal.SIGALRM) is _stop_again:
+            if signal.getsignal(signal.SIGALRM) is _raise_again:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            for number in (*SIGNALS[1:], signal.SIGALRM):
-                if signal.getsignal(number) in (_stop, _stop_again, _pass_by):  # and nobody's who has come since
-                    signal.signal(number, signal.SIG_DFL)
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Raise it again later, too, where nobody else has an alarm: a program's, or its parent's, is not ours to take."""
-    _before_start.asked = signal.Signals(number).name
+    _raise_until_it_arrives(partial(StoppedBeforeStart, signal.Signals(number).name))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if not _imports(frame):
+        raise KeyboardInterrupt
+    _raise_until_it_arrives(KeyboardInterrupt)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _raise_until_it_arrives(error: Callable[[], BaseException]) -> NoReturn:
+    """Again later, too, where nobody else has an alarm: a program's, or its parent's, is not ours to take."""
+    _swallowed.asked = error
     if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and not signal.getitimer(signal.ITIMER_REAL)[0]:
-        signal.signal(signal.SIGALRM, _stop_again)
+        signal.signal(signal.SIGALRM, _raise_again)
         signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS, AGAIN_SECONDS)
-    raise StoppedBeforeStart(_before_start.asked)
+    raise error()
 
 
-def _stop_again(number: int, frame: FrameType | None) -> None:
+def _raise_again(number: int, frame: FrameType | None) -> None:
     """Not while what is under way is being cleaned up for the last one."""
     error = sys.exception()
-    while error is not None and not isinstance(error, StoppedBeforeStart):
+    while error is not None and not isinstance(error, (StoppedBeforeStart, KeyboardInterrupt)):
         error = error.__context__
-    if error is None and _before_start.asked is not None:
-        raise StoppedBeforeStart(_before_start.asked)
+    if error is None and _swallowed.asked is not None:
+        raise _swallowed.asked()
 
 
 def _pass_by(number: int, frame: FrameType | None) -> None:

@@ -34,8 +34,8 @@ def join(
     Args:
         layout: the layout string; None: what `allranks.launch` was given, else ddp over all processes.
         seed: of the generators from here on, so of a model that is built next, and of the data's order.
-        precision: "float32", "float64", or "float16": forwards run under autocast, and the loss is scaled; for
-            bfloat16 run your forward under `torch.autocast`.
+        precision: "float32", "float64", or "bfloat16" and "float16": forwards run under autocast, and under float16 the
+            loss is scaled.
         device: "auto", "cpu" or "cuda".
         backend: "auto", "nccl", "gloo" or "mpi".
         run: a Run directory: a new one starts there, one that is there is continued by `world.resume`. None: a new one
@@ -43,8 +43,9 @@ def join(
         keep: newest checkpoints that are kept.
         change: config keys that may differ from the run's first start, such as "train.global_batch".
         keys: of the section layout what a layout string has not, as a Run's TOML file names it: `ddp_hook="bfloat16"`,
-            `local_sgd=100`; of the section guard those of the sentinels: `digest_every`, `on_finding`, `mute`; of the
-            section checkpoint `mirror="s3://bucket/folder"` and `keep_every`.
+            `local_sgd=100`, `placement={"head": "cuda:1"}`, but no `static_graph`; of the section guard those of the
+            sentinels: `digest_every`, `on_finding`, `mute`; of the section checkpoint `mirror="s3://bucket/folder"`
+            and `keep_every`.
 
     Raises:
         ConfigError, LayoutError: an argument is wrong, or this process has joined already.

@@ -306,7 +306,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], Callable[..., object], dict[str, Any
         {"zzz": 2},
         lambda *_: None,
         {},
-        "ConfigError: join(zzz=...): no such argument; there are ddp_hook, powersgd_rank",
+        "ConfigError: join(zzz=...): no such argument; there are gather, prefetch, ddp_hook",
     ),
     "a value": ("ddp", {"ddp_hook": "int8"}, lambda *_: None, {}, "ConfigError: argument 'layout.ddp_hook=int8'"),
     "nothing": ("ddp", {"local_sgd": 2}, lambda *_: None, {}, "nothing was refused"),

@@ -1,7 +1,9 @@
 """Forwards of an own loop's models under its precision: what runs in the lower type, and what comes out."""
 
 import inspect
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,10 +75,13 @@ def test_an_error_before_a_forward_is_raised_as_it_is() -> None:
     assert module.seen == [torch.float16] and not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 @pytest.mark.parametrize("layout", ["ddp", "dp_shard=2"])
-def test_every_model_of_a_world_computes_in_its_precision(pool: Pools, tmp_path: Path, layout: str) -> None:
+def test_every_model_of_a_world_computes_in_its_precision(
+    pool: Pools, tmp_path: Path, layout: str, precision: str
+) -> None:
     def case(folder: str) -> list[list[torch.dtype]]:
-        with allranks.join(layout=layout, precision="float16", run=folder) as world:
+        with allranks.join(layout=layout, precision=precision, run=folder) as world:
             trained, frozen = Seeing(), Seeing().requires_grad_(False)
             called = [world.parallelize(trained), world.parallelize(frozen)]
             optimizer = world.optimizer(called[0], torch.optim.SGD, lr=0.1)
@@ -92,5 +97,55 @@ def test_every_model_of_a_world_computes_in_its_precision(pool: Pools, tmp_path:
             return [trained.seen, frozen.seen]
 
     for trained, frozen in pool(2).run(case, str(tmp_path)):
-        assert set(trained) == set(frozen) == {torch.float16}
+        assert set(trained) == set(frozen) == {getattr(torch, precision)}
         assert len(trained) > len(frozen) == 1
+
+
+def test_bfloat16_is_the_loop_under_autocast_and_shards_travel_rounded_where_asked(pool: Pools, tmp_path: Path) -> None:
+    """Bit by bit; what is gathered in bfloat16 is what autocast would have made of it, here where all is a product."""
+
+    def train(folder: str, layout: str, mine: bool, **keys: Any) -> tuple[list[float], list[torch.dtype]]:
+        seen: list[torch.dtype] = []
+        precision = "float32" if mine else "bfloat16"
+        with allranks.join(layout=layout, precision=precision, run=folder, **keys) as world:
+            torch.manual_seed(0)
+            bare = nn.Linear(4, 4, bias=False)
+            model = world.parallelize(bare)
+            bare.register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
+            optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
+            losses = []
+            for batch in world.stream([torch.full((4,), float(index)) for index in range(8)], global_batch=4, steps=3):
+                with torch.autocast("cpu", torch.bfloat16) if mine else nullcontext():
+                    output = model(batch)
+                loss = output.float().square().sum() / 64
+                losses.append(loss.item())
+                world.backward(loss, targets=len(batch))
+                world.step(optimizer)
+        return losses, seen
+
+    def case(folder: str) -> list[tuple[list[float], list[torch.dtype]]]:
+        found = [
+            train(f"{folder}/{layout}-{mine}", layout, mine) for layout in ("ddp", "fsdp") for mine in (True, False)
+        ]
+        return [*found, train(f"{folder}/gathered", "fsdp", False, gather="bfloat16")]
+
+    for mine, ours, my_shards, our_shards, gathered in pool(2).run(case, str(tmp_path)):
+        assert mine == ours and my_shards == our_shards and len(set(mine[0])) == 3
+        assert gathered[0] == our_shards[0]
+        assert set(our_shards[1]) == {torch.float32} and set(gathered[1]) == {torch.bfloat16}
+
+
+def test_rules_place_modules_of_a_loop_as_those_of_a_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    losses = []
+    for folder, keys in (("single", {}), ("placed", {"layout": "placement", "placement": {"0": "cpu:1"}})):
+        with allranks.join(run=tmp_path / folder, **keys) as world:  # type: ignore[arg-type]
+            torch.manual_seed(0)
+            model = world.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
+            optimizer = world.optimizer(model, torch.optim.SGD, lr=0.01)
+            for batch in world.stream([torch.full((4,), index / 8) for index in range(8)], global_batch=4, steps=3):
+                loss = model(batch).square().sum()
+                losses.append(loss.item())
+                world.backward(loss, targets=len(batch))
+                world.step(optimizer)
+    assert losses[:3] == losses[3:] and len(set(losses)) == 3
+    assert "cpu:1 holds" in "".join(capfd.readouterr())

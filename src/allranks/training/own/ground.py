@@ -1,6 +1,7 @@
 """What a world stands on: its processes, its configuration, and what its calls share."""
 
 import difflib
+import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from allranks.observing.counters import Stopwatch
 from allranks.parallel.backend import DeviceChoice, choose_device, start, stop, take_device
 from allranks.parallel.parallelize import parallelize
 from allranks.parallel.path import Path
-from allranks.parallel.precision import Precision, choose_precision, warn_of_precision
+from allranks.parallel.precision import Precision, choose_precision, describe_gather, warn_of_precision
 from allranks.run import Run
 from allranks.slow_links import check_slow_links
 from allranks.stepping.alike import check_same_start
@@ -43,12 +44,12 @@ ARGUMENTS = ("layout", "seed", "precision", "device", "backend", "run", "keep", 
 
 # Of the section layout, what a layout string has not and an own loop can do.
 LAYOUT_KEYS = (
-    *("ddp_hook", "powersgd_rank", "powersgd_start", "ddp_bucket_mb", "context"),
+    *("gather", "prefetch", "ddp_hook", "powersgd_rank", "powersgd_start", "ddp_bucket_mb", "context", "placement"),
     *("local_sgd", "outer_lr", "outer_momentum", "outer_nesterov"),
 )
 GUARD_KEYS = ("digest_every", "on_finding", "mute")  # of the section guard: the sentinels
 CHECKPOINT_KEYS = ("mirror", "keep_every")
-PRECISIONS = ("float32", "float16", "float64")
+PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 KEYS = (*LAYOUT_KEYS, *GUARD_KEYS, *CHECKPOINT_KEYS)
 
 
@@ -141,6 +142,7 @@ def prepare_ground(
     refuse_unsupported(degrees)
     check_slow_links(config, degrees)
     choice = choose_device(environment, device, config.train.backend, degrees)
+    lowered = choose_precision(config.train.precision, config.layout.gather, choice.device.type)
     started = _start(environment, choice, config.guard.longest_wait)
     choice = started or choice
     processes = gather_processes(environment, choice, degrees)
@@ -150,8 +152,11 @@ def prepare_ground(
         if started is not None:
             stop()
         raise
-    lowered = choose_precision(config.train.precision, None, choice.device.type)
-    said = (*describe_idle_keys(degrees), *warn_of_precision(lowered, choice.device.type))
+    said = (
+        *describe_idle_keys(degrees),
+        *warn_of_precision(lowered, choice.device.type),
+        *(describe_gather(lowered, config.layout.gather) if degrees.fully_sharded else ()),
+    )
     return Ground(
         processes=processes,
         config=config,
@@ -178,7 +183,9 @@ def _check_keys(given: Mapping[str, object]) -> list[str]:
 
 
 def _as_text(value: object) -> object:
-    """As an override has it: booleans in small letters, several words with commas."""
+    """As an override has it: booleans in small letters, several words with commas, a table as TOML's."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{json.dumps(str(name))} = {json.dumps(str(rule))}' for name, rule in value.items())}}}"
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else value
@@ -187,8 +194,7 @@ def _as_text(value: object) -> object:
 def _resolve(layout: str | None, keep: int, more: Sequence[str], **train: object) -> Config:
     if train["precision"] not in PRECISIONS:
         raise ConfigError(
-            f"join(precision={train['precision']!r}): float32, float16 or float64; for bfloat16 run your forward under "
-            "torch.autocast, the parameters stay float32"
+            f"join(precision={train['precision']!r}): expected {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}"
         )
     saves = (f"checkpoint.keep={keep}", "checkpoint.seconds=0")  # the loop itself says when it saves
     overrides = [*(f"train.{key}={value}" for key, value in train.items()), *saves, *more]
