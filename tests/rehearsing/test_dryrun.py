@@ -178,7 +178,7 @@ def test_copies_of_autocast_are_dropped_in_a_short_trace_too(recompute: str) -> 
 
 def test_what_ddp_sums_before_its_last_micro_step_is_gradients() -> None:
     told = rehearsed(Tokens(layers=1, seq=128), "ddp", 2, "train.global_batch=4", "train.micro_batch=1")
-    assert told.at.startswith("forward")
+    assert told.at == "backward of the loss"
     assert told.by_category["gradients"] == pytest.approx(told.by_category["optimizer"], rel=1e-3)
 
 

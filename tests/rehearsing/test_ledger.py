@@ -55,6 +55,18 @@ def test_what_is_made_of_what_waits_on_the_host_waits_there_too() -> None:
     assert [Stored(1, memory=memory).heirs for memory in ("device", "pinned")] == ["device", "pageable"]
 
 
+def test_tensors_in_one_storage_share_it() -> None:
+    ledger = Ledger()
+    with FakeTensorMode():
+        both, alone = torch.empty(12), torch.empty(3)
+        ledger.mark_parts([(both[:8], "up"), (both[8:], "down"), (alone, "norm")], "gradients")
+        together, apart = ledger.find(both), ledger.find(alone)
+        assert together.shares == {"up": 32, "down": 16} and apart.shares == {}
+        assert {together.category, apart.category} == {"gradients"} and apart.module == "norm"
+        ledger.mark_parts([(both[:8], "up"), (both[8:], "up")], "gradients")
+        assert (together.module, together.shares) == ("up", {}), "what is said last holds"
+
+
 def test_an_allocator_hands_out_whole_blocks() -> None:
     ledger = Ledger(512)
     with FakeTensorMode():

@@ -210,6 +210,31 @@ def test_each_question_of_values_has_its_own_remedy(how: str, said: str) -> None
         rehearsed(Asks(how=how), "ddp", 2)
 
 
+class Catches(nn.Module):
+    """Goes on without what needs values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            if x.mean() > 0:
+                return x * 2
+        except Exception:
+            logging.getLogger(__name__).debug("no mean")
+        return x
+
+
+class Swallows(Layered):
+    """A branch on values, whose error its own code catches."""
+
+    def middle(self) -> nn.Module:
+        return Catches()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "pp=2"])
+def test_a_question_of_values_that_is_caught_is_one_still(layout: str) -> None:
+    with pytest.raises(Unrehearsable, match=r"item.* needs values.*test_refusals\.py:\d+\); choose by torch.where"):
+        rehearsed(Swallows(), layout, 2)
+
+
 def into_text(x: torch.Tensor) -> torch.Tensor:
     """Logs the mean."""
     logging.getLogger(__name__).debug(f"{x.detach().mean():.3f}")

@@ -100,7 +100,26 @@ def test_what_leaves_nothing_repeats_without_a_trace() -> None:
 
 
 def test_what_a_stretch_is_called() -> None:
-    assert [describe(stretch) for stretch in step()][3:] == ["backward of layers.0", GIVEN, "update"]
+    assert [describe(stretch, Stored(1)) for stretch in step()][3:] == ["backward of layers.0", GIVEN, "update"]
+
+
+def test_what_is_made_behind_the_last_block_says_itself_whose_it_is() -> None:
+    last, update = Stretch("forward", "layers.1"), Stretch("update")
+    of_loss = Stored(1, "loss", "logits"), Stored(1, "loss", "logits", in_backward=True)
+    assert [describe(last, made) for made in of_loss] == ["forward of the loss", "backward of the loss"]
+    assert describe(last, Stored(1, "head")) == "forward of head"
+    assert describe(last, Stored(1, "layers.1.mlp")) == "forward of layers.1"
+    assert describe(last, Stored(1, "layers.0", "gathered")) == "forward of layers.1", "for another block, in this one"
+    assert describe(Stretch("backward"), Stored(1, "head", in_backward=True)) == "backward of the model"
+    assert describe(update, of_loss[0]) == "update"
+
+
+def test_a_storage_that_several_modules_share_is_each_ones_in_part() -> None:
+    shared = Stored(12, "layers.0.down", "gradients", shares={"layers.0.up": 2, "layers.0.down": 1})
+    changes = [Stretch("forward", changes=[(Stored(1), 1)]), Stretch("update", changes=[(shared, -12)])]
+    found = find_peak([(shared, 12)], changes, Repeats({}))
+    assert found.by_category == {"gradients": 12, "activations": 1} and found.levels[-1] == (1, 13)
+    assert {h.module: h.bytes for h in found.holdings} == {"layers.*.up": 8, "layers.*.down": 4, "": 1}
 
 
 def test_what_a_repeated_forward_made_goes_as_often_where_it_goes_at_once() -> None:

@@ -83,6 +83,7 @@ class StepRecord:
         self._blocks = frozenset(blocks)
         self._block = ""  # that runs, or whose backward does
         self._outside = False  # a block has ended: what is computed next is of the rest
+        self._running: list[str] = []  # FSDP's units whose forwards are under way, each within the one before
         self._backward_seen = False
         self._buckets = 0
 
@@ -117,7 +118,7 @@ class StepRecord:
                     # Copies of nn.DataParallel run at once, each in a thread: of these only the whole is followed.
                     apart = isinstance(module, nn.DataParallel)
                     self._watch_blocks(which, module if apart else self._spread.bare(which), stack, apart=apart)
-            stack.enter_context(Collectives(self._collective, (lambda: None) if units else self._computes))
+            stack.enter_context(Collectives(self._collective, self._computes_around if units else self._computes))
             yield
 
     def _watch_blocks(self, which: str, module: nn.Module, stack: ExitStack, *, apart: bool) -> None:
@@ -152,6 +153,13 @@ class StepRecord:
             self._block, self._outside = "", False
             self._note("compute", self._around)
 
+    def _computes_around(self) -> None:
+        """Something is computed; by no unit of FSDP, where one has ended in a forward, or by the loss's backward."""
+        if self._context is None and (in_backward() or self._outside) and not self._backward_seen:
+            self._outside, last = False, self._deeds[-1] if self._deeds else None
+            if in_backward() or last is None or (last.what, last.unit) != ("compute", REST):
+                self._note("compute", REST)
+
     @property
     def _around(self) -> str:
         """What is no block."""
@@ -173,10 +181,12 @@ class StepRecord:
         """A forward begins, of a unit or of a model with all that is around its blocks (""): a member or all of it."""
         self._go_forward()
         self._block, self._outside = "" if unit == REST else unit, False
+        self._running = [] if unit in ("", REST) else [*self._running, unit]
         self._note("compute", unit or self._around)
 
     def _leave(self, *_: object) -> None:
-        self._block = ""
+        self._block, self._running = "", self._running[:-1]
+        self._outside = not self._running and not in_backward()
 
     def _watch_unit(self, group: Any, unit: str, members: Sequence[nn.Module]) -> Callable[[], None]:
         """Put an eye on FSDP's methods of one unit; returns what takes it away."""
@@ -184,7 +194,7 @@ class StepRecord:
         hooks += [member.register_forward_hook(self._leave) for member in members]
         again = [watch_again(member, partial(self._again, unit)) for member in members]
         unshard, post_backward, pre_backward = group.unshard, group.post_backward, group.pre_backward
-        to_sharded = group._to_sharded
+        to_sharded, pre_forward = group._to_sharded, group.pre_forward
 
         def dropping() -> None:
             if not group.is_sharded:
@@ -198,7 +208,7 @@ class StepRecord:
                 self._block = "" if unit == REST else unit
                 self._note("compute", unit)
 
-        group.unshard = self._inside(unshard, "gather", unit)
+        group.unshard, group.pre_forward = (self._inside(one, "gather", unit) for one in (unshard, pre_forward))
         group.post_backward = self._inside(post_backward, "reduce", unit)
         group.pre_backward, group._to_sharded = before, dropping
 
@@ -208,7 +218,7 @@ class StepRecord:
             for forget in again:
                 forget()
             group.unshard, group.post_backward, group.pre_backward = unshard, post_backward, pre_backward
-            group._to_sharded = to_sharded
+            group._to_sharded, group.pre_forward = to_sharded, pre_forward
 
         return leave
 

@@ -29,7 +29,7 @@ from allranks.rehearsing.refusals import explain, starting
 from allranks.rehearsing.replay import ON_HOST, Repeats, add_flops, add_messages, add_transfers, find_peak
 from allranks.rehearsing.shallow import check_shallow, shallow
 from allranks.rehearsing.shortening import NotShortened, follow_blocks, shorten
-from allranks.rehearsing.units import watch_units
+from allranks.rehearsing.units import receiving, watch_units
 from allranks.rehearsing.walking import walking
 from allranks.rehearsing.watch import Watch
 from allranks.rehearsing.works import list_works
@@ -155,6 +155,7 @@ def _assembled(asked: _Asked, *, full: bool) -> Iterator[_Assembled]:
         stack.enter_context(launched_as(environment_of(rank, layout.world_size, world.per_node)))
         stack.enter_context(fake_world(rank, layout.world_size, world.backend, asked.crossings.of(rank)))
         stack.enter_context(hurried())
+        stack.enter_context(receiving(ledger))
         if few.shallow:
             stack.enter_context(shallow(few.traced))
         if world.on_cuda:
@@ -266,11 +267,14 @@ def collecting_new() -> Iterator[None]:
 def _make_step(task: Task, told: RankStep, watch: Watch, run: Callable[[], None]) -> None:
     try:
         run()
+        if watch.lacked is not None:  # caught: where there are values, the step goes another way
+            raise watch.lacked[0]
     except (AllranksError, NotShortened):
         raise
     except Exception as error:
         layout, on_cuda = told.spread.mesh.layout, told.processes.choice.backend == "nccl"
-        place = UPDATE if told.passes.ended and watch.places.running == LOSS else watch.places.running
+        place = watch.lacked[1] if watch.lacked and error is watch.lacked[0] else watch.places.running
+        place = UPDATE if told.passes.ended and place == LOSS else place
         raise explain(type(task).__name__, error, place, layout, on_cuda=on_cuda) from error
     except SystemExit as error:
         raise TaskError(f"a step of {type(task).__name__} ends the process:\n{user_line(error)}") from error

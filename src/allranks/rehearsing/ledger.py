@@ -7,7 +7,8 @@ them, so that a stretch which repeats can be repeated on paper.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
@@ -27,6 +28,7 @@ class Stored:
 
     Attributes:
         num_bytes: now; category, module: what it is and whose; None until somebody says.
+        shares: whose parts of it are, where several modules hold some: module -> bytes.
         in_backward: whether it was made there.
         memory: where it lies, for the whole of its life.
     """
@@ -36,6 +38,7 @@ class Stored:
     category: Category | None = None
     in_backward: bool = False
     memory: Memory = "device"
+    shares: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def heirs(self) -> Memory:
@@ -130,6 +133,16 @@ class Ledger:
         stored.category = category
         if module is not None:
             stored.module = module
+
+    def mark_parts(self, parts: Iterable[tuple[torch.Tensor, str]], category: Category) -> None:
+        """Say what tensors are and whose; those that lie in one storage share it, as gradients reduced together do."""
+        owners: dict[int, tuple[Stored, Counter[str]]] = {}
+        for tensor, module in parts:
+            self.mark(tensor, category, module)
+            stored = self.find(tensor)
+            owners.setdefault(id(stored), (stored, Counter()))[1][module] += tensor.nbytes
+        for stored, shares in owners.values():
+            stored.shares = shares if len(shares) > 1 else {}
 
     @contextmanager
     def making(self, memory: Memory) -> Iterator[None]:

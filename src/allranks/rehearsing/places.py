@@ -79,9 +79,15 @@ class Places:
 
     @property
     def accumulating(self) -> bool:
-        """Whether a gradient is put into its parameter, which undoes no operation of a forward."""
+        """Whether a gradient is put where it stays, which undoes no operation of a forward."""
         node = torch._C._current_autograd_node()
         return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
+
+    @property
+    def accumulates_parameter(self) -> bool:
+        """Whether that is a parameter's, and not of what a stage of a pipeline has received."""
+        node: Any = torch._C._current_autograd_node()
+        return self.accumulating and isinstance(node.variable, nn.Parameter)
 
     def called_by(self, name: str) -> str:
         """The user's line that called a module in the last forward, `task.py:12 forward`; "" where none of it is."""

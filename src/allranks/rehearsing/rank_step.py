@@ -167,9 +167,9 @@ class WatchedPasses(Passes):
 
     def mark(self) -> None:
         """Say which memory is gradients now: DDP's buckets take the place of what earlier micro-steps have summed."""
-        for name, parameter in self._spread.trainable().items():
-            if parameter.grad is not None:
-                self._ledger.mark(local(parameter.grad), "gradients", name.rpartition(".")[0])
+        trained = self._spread.trainable().items()
+        made = ((local(p.grad), name.rpartition(".")[0]) for name, p in trained if p.grad is not None)
+        self._ledger.mark_parts(made, "gradients")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

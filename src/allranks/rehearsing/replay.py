@@ -8,7 +8,7 @@ from typing import final
 from allranks.rehearsal import CATEGORIES, Category, Holding
 from allranks.rehearsed_messages import Collective, Message, Transfer
 from allranks.rehearsing.ledger import Memory, Stored, Stretch
-from allranks.rehearsing.places import starred
+from allranks.rehearsing.places import LOSS, starred
 
 GIVEN = "gradients that are given"
 """The stretch in which blocks that were left out get their gradients: on paper they had them from their backwards."""
@@ -78,11 +78,11 @@ def find_peak(
     memories: Collection[Memory] = ON_DEVICE,
 ) -> Peak:
     """Follow what lies in one of `memories` through the step."""
-    level = _Level((_key(stored), num_bytes) for stored, num_bytes in resting if stored.memory in memories)
+    level = _Level(_parts((stored, num_bytes) for stored, num_bytes in resting if stored.memory in memories))
     start, levels = level.total, list[tuple[int, int]]()
     begins, ends = {w.first for w in repeats.windows}, {w.past - 1: w for w in repeats.windows}
     keyed = [
-        [(_key(stored), num_bytes) for stored, num_bytes in changes if stored.memory in memories]
+        list(_parts((stored, num_bytes) for stored, num_bytes in changes if stored.memory in memories))
         for changes in changes_on_paper(stretches, repeats)
     ]
 
@@ -114,24 +114,24 @@ def find_peak(
 class _Level:
     """What is in use, by key, and the fullest moment so far."""
 
-    def __init__(self, resting: Iterable[tuple[Key, int]]) -> None:
+    def __init__(self, resting: Iterable[tuple[Key, int, Stored]]) -> None:
         self.live: Counter[Key] = Counter()
-        for key, num_bytes in resting:
+        for key, num_bytes, _ in resting:
             self.live[key] += num_bytes
         self.total = self.highest = sum(self.live.values())
         self.at, self.held = "between steps", dict(self.live)
 
-    def follow(self, changes: Sequence[tuple[Key, int]], times: int, stretch: Stretch) -> int:
+    def follow(self, changes: Sequence[tuple[Key, int, Stored]], times: int, stretch: Stretch) -> int:
         """Make the changes of a stretch, `times` times; the most that was in use meanwhile."""
         live, total, most = self.live, self.total, self.total
         for _ in range(times):
-            for key, num_bytes in changes:
+            for key, num_bytes, stored in changes:
                 live[key] += num_bytes
                 total += num_bytes
                 if total > most:
                     most = total
                     if total > self.highest:
-                        self.highest, self.at, self.held = total, describe(stretch), dict(live)
+                        self.highest, self.at, self.held = total, describe(stretch, stored), dict(live)
         self.total = total
         return most
 
@@ -187,11 +187,21 @@ def _let_go(found: list[list[tuple[Stored, int]]], stretches: Sequence[Stretch],
                 over[stored.memory, _key(stored)] = 0
 
 
-def describe(stretch: Stretch) -> str:
-    """`backward of layers.3`, `update`."""
+def describe(stretch: Stretch, made: Stored) -> str:
+    """`backward of layers.3`, `update`: where in the step it is that something is made.
+
+    A stretch goes on until the next block begins: what is made behind the last one (the head, the loss, and the loss's
+    own backward) says itself whose it is.
+    """
     if stretch.phase not in ("forward", "backward"):
         return stretch.phase
-    return f"{stretch.phase} of {stretch.block or 'the model'}"
+    place = stretch.block or "the model"
+    own = made.category in (None, "logits") and made.module
+    if made.module == LOSS and own:
+        place = "the loss"
+    elif own and stretch.block and not f"{made.module}.".startswith(f"{stretch.block}."):
+        place = made.module
+    return f"{'backward' if made.in_backward else stretch.phase} of {place}"
 
 
 def add_messages(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Collective, ...]:
@@ -234,6 +244,17 @@ def add_flops(stretches: Sequence[Stretch], repeats: Repeats) -> float:
 def category_of(stored: Stored) -> Category:
     """What nobody has named is what the user's operators make, on the device; on the host the update does."""
     return stored.category or ("other" if stored.memory in ON_HOST else "activations")
+
+
+def _parts(changes: Iterable[tuple[Stored, int]]) -> Iterator[tuple[Key, int, Stored]]:
+    """What each module has of each change: as it was added, so it is taken away."""
+    for stored, num_bytes in changes:
+        left, whole = num_bytes, sum(stored.shares.values())
+        for module, share in stored.shares.items() if whole else ():
+            part = abs(num_bytes) * share // whole * (1 if num_bytes > 0 else -1)
+            left -= part
+            yield (category_of(stored), starred(module)), part, stored
+        yield _key(stored), left, stored
 
 
 def _key(stored: Stored) -> Key:

@@ -1,14 +1,21 @@
-"""What sharding makes for its messages, told to the ledger: of FSDP2's units, and of rows that an update changed."""
+"""What messages take, told to the ledger: of FSDP2's units, of rows that an update changed, between stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch.distributed.pipelining import stage as torch_stage
+
 from allranks.parallel.spread import Spread
+from allranks.parallel.stage_transport import Sent
 from allranks.parallel.step_record import find_units
 from allranks.rehearsal import Category
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.places import UPDATE
+from allranks.rehearsing.world import replaced
 
+_RECEIVED: tuple[Category, str] = ("activations", "the pipeline")
+"""What the tensors are that a stage receives into, and whose."""
 _OF_METHOD: dict[str, Category] = {
     "unshard": "communication",  # the message that gathers
     "wait_for_unshard": "gathered",  # what it is taken apart into
@@ -25,6 +32,18 @@ def watch_units(spread: Spread, ledger: Ledger) -> None:
     rows = spread.row_shards
     if rows is not None:
         rows.gather = _inside(rows.gather, ledger, "communication", UPDATE)  # type: ignore[method-assign]
+
+
+@contextmanager
+def receiving(ledger: Ledger) -> Iterator[None]:
+    """Inside, the ledger knows what stages of a pipeline receive into, by torch's schedules and by ours."""
+    with (
+        replaced(
+            torch_stage, "_make_tensor_from_meta", _inside(torch_stage._make_tensor_from_meta, ledger, *_RECEIVED)
+        ),
+        replaced(Sent, "empty", _inside(Sent.empty, ledger, *_RECEIVED)),
+    ):
+        yield
 
 
 def _inside(

@@ -19,7 +19,7 @@ from allranks.losses import ChunkedHead
 from allranks.parallel.functional_calls import NAMESPACE, Call, stands_for
 from allranks.parallel.seen_collectives import DEVICE_OF, collective_name, received_bytes
 from allranks.parallel.spread import Spread
-from allranks.profiling.fakes import run_kernel
+from allranks.profiling.fakes import needs_values, run_kernel
 from allranks.profiling.kernels import count_flops
 from allranks.rehearsal import Category
 from allranks.rehearsed_messages import Message
@@ -50,6 +50,9 @@ class Watch(TorchDispatchMode):
     Args:
         ignored: groups whose collectives are no part of the model's step (the agreement's).
         on_cuda: whether the processor's tensors stand for a GPU's.
+
+    Attributes:
+        lacked: (what the user's code was told first where it asked for values, the module), even if it has caught it.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Watch(TorchDispatchMode):
         on_cuda: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.lacked: tuple[Exception, str] | None = None
         self._mode = mode
         self._ledger = ledger
         self._on_cuda = on_cuda
@@ -79,6 +83,7 @@ class Watch(TorchDispatchMode):
             for name, member in module.named_modules(prefix=which)
             if isinstance(member, ChunkedHead)
         }
+        self._has_loss = spread.stages is None or spread.stages.pipeline.last in spread.stages.pipeline.stages
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -114,7 +119,12 @@ class Watch(TorchDispatchMode):
             waits = waits_for_peer() if short in EXCHANGES else waits_of(func, args)
             self._tell(Call(short, group, args), waits=waits)
         self._kernels.check(name, func, args, kwargs)
-        found = run_kernel(func, tuple(args), kwargs)
+        try:
+            found = run_kernel(func, tuple(args), kwargs)
+        except Exception as error:
+            if self.lacked is None and needs_values(error) and is_users(line_that_asked()):
+                self.lacked = error, self.places.running
+            raise
         for call in stands_for(name, args, found) if name.startswith(NAMESPACE) else ():
             self._tell(call, waits=call.name not in EXCHANGES)  # whoever looks at what it returns does
         self._note(name, func, args, kwargs, found)
@@ -129,7 +139,7 @@ class Watch(TorchDispatchMode):
             inputs = _tensors(args, kwargs) if ledger.uses_host else ()
             for tensor in outputs:
                 stored = ledger.find(tensor, inputs, category)
-                if self.places.accumulating and stored.category in (None, "logits"):
+                if self.places.accumulates_parameter and stored.category in (None, "logits"):
                     stored.category = "gradients"  # made as part of a backward, and taken as it is
         if self._untouched:
             written = [key for key in map(_key, written_by(name, func, args, kwargs)) if key in self._untouched]
@@ -145,6 +155,8 @@ class Watch(TorchDispatchMode):
         if now is not None and now.phase == "update":
             return UPDATE, "optimizer"
         module = self.places.running
+        if module == LOSS and not self._has_loss:
+            return "", None
         of_loss = now is not None and (module == LOSS or module in self._chunked)
         return module, "logits" if of_loss else None
 
