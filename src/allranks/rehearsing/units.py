@@ -1,7 +1,7 @@
 """What messages take, told to the ledger: of FSDP2's units, of rows that an update changed, between stages."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.distributed.pipelining import stage as torch_stage
@@ -37,12 +37,9 @@ def watch_units(spread: Spread, ledger: Ledger) -> None:
 @contextmanager
 def receiving(ledger: Ledger) -> Iterator[None]:
     """Inside, the ledger knows what stages of a pipeline receive into, by torch's schedules and by ours."""
-    with (
-        replaced(
-            torch_stage, "_make_tensor_from_meta", _inside(torch_stage._make_tensor_from_meta, ledger, *_RECEIVED)
-        ),
-        replaced(Sent, "empty", _inside(Sent.empty, ledger, *_RECEIVED)),
-    ):
+    with ExitStack() as stack:
+        for owner, name in ((torch_stage, "_make_tensor_from_meta"), (Sent, "empty")):
+            stack.enter_context(replaced(owner, name, _inside(getattr(owner, name), ledger, *_RECEIVED)))
         yield
 
 
