@@ -108,6 +108,7 @@ def test_other_shardings_leave_out_what_they_leave_out(pool: Pools) -> None:
         assert total(deeds, "gather") == counted["broadcast"]
     for deeds, _, _, gradients in pool(2).run(record, "fsdp,sharding=none", "transformer"):
         assert total(deeds, "gather", "reduce-scatter") == 0
+        assert all(deed.num_bytes for deed in deeds if deed.travels), "alone in a group a rank sends nothing"
         assert total([deed for deed in deeds if deed.phase == "backward"], "all-reduce") == pytest.approx(
             gradients, rel=0.01
         )

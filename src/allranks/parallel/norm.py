@@ -153,6 +153,8 @@ def _sum_over(number: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     Copies of the model sum the same numbers over groups of their own. NCCL adds in the order of each group's ring: they
     would clip by factors that differ in the last bit, and part.
     """
+    if group.size() == 1:
+        return number
     parts = number.new_empty(group.size())
     all_gather_single(parts, number.reshape(1), group=group)
     return parts.sum()
