@@ -150,15 +150,20 @@ class Outcome:
     Attributes:
         goodput: the share of the time that ended as training at full size and speed (ETTR).
         interruptions: failures that stopped the run.
-        shares: cause (of CAUSES) -> its mean share of the time.
+        shares: cause (of CAUSES) -> its mean share of the time; errors: what another seed moves it by (one standard
+            deviation of the mean). Of `productive` they are those of the goodput.
         num_runs: simulated.
+        gained: goodput beyond the chosen Operation's in the same runs; gained_error: what another seed moves that by.
     """
 
     operation: Operation
     goodput: Interval
     interruptions: Interval
     shares: Mapping[str, float]
+    errors: Mapping[str, float]
     num_runs: int
+    gained: float = 0.0
+    gained_error: float = 0.0
 
 
 @final
@@ -167,7 +172,7 @@ class Simulation:
     """A simulated run, and what would be better.
 
     Attributes:
-        chosen: as asked for.
+        chosen: as asked for; it is one of `intervals` and one of `spares`, and all have lived through the same runs.
         formula: its goodput by the closed form; None where that does not hold, `formula_because` says why or by whom.
         intervals: the same run with other intervals between saves to its slowest tier, in rising order.
         best_every_seconds: of these, the one with the most goodput; young_seconds, daly_seconds: by formula, None

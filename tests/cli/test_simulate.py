@@ -81,6 +81,19 @@ def test_where_nothing_fails_no_formula_has_an_interval(capsys: pytest.CaptureFi
     assert document["young_seconds"] is None and document["daly_seconds"] is None
 
 
+def test_the_own_setting_has_one_goodput_in_every_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --every beyond the run, too, which no row stood for."""
+    words = ("--cluster", "8x8:h100", "--days", "30", "--every", "40d", "--step", "10s", "--save-cost", "1s")
+    lines = simulate(capsys, *words).splitlines()
+    (productive,) = (line.split()[1] for line in lines if line.startswith("productive"))
+    yours = [line for line in lines if "yours" in line.split(",")[-1] or ", no save" in line]
+
+    assert lines[1].startswith(f"Goodput {productive} (")
+    assert [line.startswith("40 d 00 h") for line in yours if productive in line] == [True, False]
+    (own,) = (line for line in lines if line.startswith("40 d 00 h"))
+    assert own.endswith("yours, no save within the run")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -94,6 +107,11 @@ def test_where_nothing_fails_no_formula_has_an_interval(capsys: pytest.CaptureFi
         (("--layout", "tp=8"), "--layout belongs to a model"),
         (("--peer-every", "0"), "--peer-every 0: takes more than no time"),
         (("llama3-405b", "--layout", "ddp"), "does not run on 64x8:h100"),
+        (("llama3-8b", "--storage", "1e-9"), "--storage 1e-09: to write a checkpoint takes"),
+        (
+            ("--save-cost", "11d"),
+            "--save-cost 11d: a save takes 11 d 00 h, longer than the run of 10 d 00 h: give less",
+        ),
         (("llama3-40b",), "llama3-405b"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from allranks.cli.simulating import STORAGE_PER_NODE, answer, costs_of, operation_of, simulation_of
 from allranks.errors import ConfigError
 from allranks.planning.hardware import find_cluster
-from allranks.rehearsing.failure_rates import NAMED
+from allranks.rehearsing.failure_rates import NAMED, find_failures
 from allranks.simulation_request import SimulationRequest
 from tests.commands import POINTS
 
@@ -114,6 +114,42 @@ def test_of_the_counts_the_one_that_is_wrong_is_named(given: dict[str, Any], sai
     with pytest.raises(ConfigError) as caught:
         simulation_of(SimulationRequest(CLUSTER, **given))
     assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "1.0 s, because a save costs training nothing, and a shorter one is not looked at"),
+        ({"step": "7s"}, "7.0 s, because a step takes so long, and a save costs training nothing"),
+        ({"step": "7s", "save_cost": "1ms"}, "7.0 s, because a step takes so long, and Daly's formula says less"),
+        (
+            {"save_cost": "1ms", "failures": "1e5"},
+            "1.0 s, because Daly's formula says less, and a shorter one is not looked at",
+        ),
+        ({"save_cost": "1min"}, " s, because Daly's formula says so"),
+        ({"save_cost": "20d"}, "20 d 00 h, because a save takes so long, and Daly's formula says less"),
+        ({"failures": "0"}, "30 d 00 h, because nothing fails: that is the whole run"),
+    ],
+)
+def test_why_an_interval_is_chosen_is_true(given: dict[str, Any], said: str) -> None:
+    request, cluster = SimulationRequest(CLUSTER, **{"failures": "1000", **given}), find_cluster(CLUSTER)
+    model, _ = find_failures(request.failures)
+    _, notes = operation_of(request, cluster, costs_of(request, cluster), model)
+    assert notes[-1].startswith("a checkpoint every ") and notes[-1].endswith(said), notes
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"storage": 1e-9}, "--storage 1e-09: to write a checkpoint takes 14113042 d 12 h, longer than the run of 30 "),
+        ({"days": 0.001}, "to write a checkpoint takes 9 min 32 s, longer than the run of 1 min 26 s: give more GB/s"),
+        ({"save_cost": "31d"}, "--save-cost 31d: a save takes 31 d 00 h, longer than the run of 30 d 00 h: give less "),
+    ],
+)
+def test_a_save_that_takes_longer_than_the_run_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        simulation_of(SimulationRequest(CLUSTER, ("100b",), **given))
+    assert str(caught.value).startswith(said) and str(caught.value).endswith(", or more --days")
 
 
 def test_a_cluster_of_nothing_is_refused() -> None:

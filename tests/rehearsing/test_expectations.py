@@ -81,6 +81,8 @@ def test_the_formula_is_not_said_where_a_runs_end_counts() -> None:
         "the formula is of a run without end, which loses 35% of what it has not saved: here the last interval of "
         "1 d 17 h alone makes 0.6%"
     )
+    never = closed_form(operate(1e9), NAMED["rsc-1"])
+    assert never == (None, "the formula is of a run without end: here the run is over before its first save")
     assert closed_form(operate(3600.0), NAMED["rsc-1"])[0] == pytest.approx(0.720, abs=0.001)
     assert closed_form(operate(300.0), NAMED["rsc-1"])[0] == pytest.approx(0.934, abs=0.001)
     assert closed_form(operate(54 * DAY), NONE)[0] == 1.0

@@ -143,6 +143,12 @@ def test_slow_time_is_the_union_of_the_times_in_which_a_node_is_slow() -> None:
     assert (np.diff(slow, axis=1) >= 0).all()
 
 
+def test_idle_spares_slow_nobody() -> None:
+    model = FailureModel("x", (), stragglers_per_1000_node_days=10, straggler_seconds=600.0)
+    slow = draw_histories(model, 300, 100 * DAY, 300, seed=0, running=100).slow
+    assert slow[:, -1].mean() == pytest.approx(100 * 600.0, rel=0.05)
+
+
 def test_slow_seconds_between_two_bins_are_spread_evenly() -> None:
     found = draw_histories(FailureModel("x", (), stragglers_per_1000_node_days=1e5), 100, DAY, 1, seed=0)
     edge = DAY / BINS * 40

@@ -3,11 +3,15 @@
 from allranks.simulation import CAUSES, DAY, FailureModel, Interval, Operation, Outcome, Scope, Simulation, Tier
 
 
-def outcome(goodput: float = 0.9, *, spares: int = 2, every: float = 600.0, restart: float = 300.0) -> Outcome:
+def outcome(
+    goodput: float = 0.9, *, spares: int = 2, every: float = 600.0, restart: float = 300.0, error: float = 0.0002
+) -> Outcome:
     """Of 10 nodes in 10 days: what is not training waits for nodes."""
     shares = {**dict.fromkeys(CAUSES, 0.0), "productive": goodput, "waiting": 1 - goodput}
     operation = Operation(10, spares, 10 * DAY, (Tier("storage", Scope.RACK, every),), restart_seconds=restart)
-    return Outcome(operation, Interval(goodput - 0.01, goodput, goodput + 0.01), Interval(20, 24, 30), shares, 50)
+    goodputs = Interval(goodput - 0.01, goodput, goodput + 0.01)
+    errors = dict.fromkeys(CAUSES, error)
+    return Outcome(operation, goodputs, Interval(20, 24, 30), shares, errors, 50, goodput - 0.9, error / 2)
 
 
 def simulation(**changes: object) -> Simulation:

@@ -27,6 +27,9 @@ from allranks.units import format_bytes, format_seconds
 
 MOST_DAYS = 3650
 
+SHORTEST_SECONDS = 1.0
+"""Between two saves, where neither a step nor a save takes as long: the shortest interval that is looked at."""
+
 STORAGE_PER_NODE = 2e12 / 7500
 """Bytes/s that storage takes and gives for each node: 2 TB/s over 7,500 servers (arXiv 2407.21783, section 3.3.1)."""
 
@@ -48,6 +51,16 @@ class Costs:
     load_seconds: float
     replica_nodes: int
     notes: tuple[str, ...]
+
+    @property
+    def whole_save_seconds(self) -> float:
+        """From the start of a save until it counts."""
+        return self.save_seconds + self.write_seconds
+
+    @property
+    def shortest_seconds(self) -> float:
+        """No interval that is advised is shorter."""
+        return max(self.step_seconds, self.whole_save_seconds, SHORTEST_SECONDS)
 
 
 def answer(request: SimulationRequest) -> int:
@@ -82,12 +95,13 @@ def simulation_of(request: SimulationRequest) -> Simulation:
     cluster = find_cluster(request.cluster)
     model, assumed = find_failures(request.failures)
     costs = costs_of(request, cluster)
+    _check_saved_in_time(request, costs)
     operation, notes = operation_of(request, cluster, costs, model)
     return simulate(
         operation,
         model,
         step_seconds=costs.step_seconds,
-        shortest_seconds=max(costs.step_seconds, costs.save_seconds + costs.write_seconds, 1.0),
+        shortest_seconds=costs.shortest_seconds,
         trial=Trial(request.runs, request.seed),
         named=(costs.model, cluster.name, cluster.devices_per_node),
         notes=(*costs.notes, *notes, *assumed),
@@ -117,6 +131,22 @@ def _check_more_than_nothing(request: SimulationRequest) -> None:
             raise ConfigError(f"{option} {text}: takes more than no time; {option} {example}, say, or leave it out")
     if request.storage is not None and not 0 < request.storage < math.inf:
         raise ConfigError(f"--storage {request.storage:g}: is more than 0 GB/s; --storage 200, say, or leave it out")
+
+
+def _check_saved_in_time(request: SimulationRequest, costs: Costs) -> None:
+    """Of a save that the run does not live to see nothing can be said that helps."""
+    if costs.whole_save_seconds <= request.days * DAY:
+        return
+    if costs.write_seconds >= costs.save_seconds:
+        given = "" if request.storage is None else f"--storage {request.storage:g}: "
+        what, move = f"{given}to write a checkpoint", "more GB/s with --storage"
+    else:
+        given = "" if request.save_cost is None else f"--save-cost {request.save_cost}: "
+        what, move = f"{given}a save", "less with --save-cost"
+    raise ConfigError(
+        f"{what} takes {format_seconds(costs.whole_save_seconds)}, longer than the run of "
+        f"{format_seconds(request.days * DAY)}: give {move}, or more --days"
+    )
 
 
 def costs_of(request: SimulationRequest, cluster: Cluster) -> Costs:
@@ -211,12 +241,24 @@ def operation_of(
         elastic_nodes=costs.replica_nodes if request.elastic else 0,
     )
     if every is None:
-        shortest = max(costs.step_seconds, costs.save_seconds + costs.write_seconds, 1.0)
-        every = best_interval(operation, model, shortest)
-        why = "Daly's formula says so" if every > shortest else "a save takes so long, and costs training nothing"
-        notes.append(f"a checkpoint every {format_seconds(every)}, because {why}")
+        every = best_interval(operation, model, costs.shortest_seconds)
+        notes.append(f"a checkpoint every {format_seconds(every)}, because {_why_every(every, costs, model, cluster)}")
         operation = replace(operation, tiers=(*tiers[:-1], replace(disk, every_seconds=every)))
     return operation, tuple(notes)
+
+
+def _why_every(every: float, costs: Costs, model: FailureModel, cluster: Cluster) -> str:
+    """Why an interval is that of `best_interval`."""
+    if not model.per_second(cluster.nodes):
+        return "nothing fails: that is the whole run"
+    if every > costs.shortest_seconds:
+        return "Daly's formula says so"
+    below = "Daly's formula says less" if costs.save_seconds else "a save costs training nothing"
+    if every == costs.whole_save_seconds:
+        return f"a save takes so long, and {below}"
+    if every == costs.step_seconds:
+        return f"a step takes so long, and {below}"
+    return f"{below}, and a shorter one is not looked at"
 
 
 def _seconds(text: str | None, option: str) -> float | None:

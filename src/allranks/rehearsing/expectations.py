@@ -56,6 +56,8 @@ def closed_form(operation: Operation, model: FailureModel) -> tuple[float | None
     lost = min(1.0, tier.every_seconds / 2 / mean)
     at_end = tier.every_seconds / 2 * lost / operation.seconds
     if at_end > LEFT_AT_END:
+        if tier.every_seconds >= operation.seconds:
+            return None, "the formula is of a run without end: here the run is over before its first save"
         return None, (
             f"the formula is of a run without end, which loses {lost:.0%} of what it has not saved: here the last "
             f"interval of {format_seconds(tier.every_seconds)} alone makes {at_end:.1%}"

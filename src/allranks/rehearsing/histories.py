@@ -69,10 +69,13 @@ def check_room(model: FailureModel, nodes: int, seconds: float, num_runs: int) -
     return events
 
 
-def draw_histories(model: FailureModel, nodes: int, seconds: float, num_runs: int, seed: int) -> Histories:
+def draw_histories(
+    model: FailureModel, nodes: int, seconds: float, num_runs: int, seed: int, *, running: int | None = None
+) -> Histories:
     """Failures as independent Poisson processes, one a component, over `nodes` nodes; repairs exponential.
 
-    A component that comes in bursts has as many failures in the mean as it says: some of them bring the others.
+    A component that comes in bursts has as many failures in the mean as it says: some of them bring the others. Of
+    `nodes` so many as are `running` (None: all) can slow the run: a spare is idle.
 
     Raises:
         ConfigError: they are more than a laptop's memory holds.
@@ -100,7 +103,7 @@ def draw_histories(model: FailureModel, nodes: int, seconds: float, num_runs: in
         scopes=scopes,
         places=np.where(scopes == Scope.CLUSTER, 0.0, places),  # it hits whoever there is
         repairs=random.exponential(1.0, times.shape) * repair[which],
-        slow=_draw_slow(model, nodes, seconds, num_runs, random),
+        slow=_draw_slow(model, nodes if running is None else running, seconds, num_runs, random),
     )
 
 

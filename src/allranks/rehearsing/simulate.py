@@ -17,7 +17,7 @@ from allranks.rehearsing.expectations import (
     work_per_node,
 )
 from allranks.rehearsing.formulas import daly_interval, young_interval
-from allranks.rehearsing.histories import Histories, check_room, draw_histories
+from allranks.rehearsing.histories import draw_histories
 from allranks.rehearsing.lanes import Lanes
 from allranks.simulation import CAUSES, FailureModel, Interval, Operation, Outcome, Simulation
 
@@ -30,8 +30,6 @@ FAILURES = 200_000
 """Drawn in all runs of the chosen operation together, as far as MOST_RUNS and FEWEST_RUNS let it be."""
 
 MOST_RUNS, FEWEST_RUNS = 400, 40
-PER_COMPARED = 4
-"""An operation that is only compared has so many times fewer runs: it lives through the same failures as the others."""
 
 
 @final
@@ -60,7 +58,7 @@ def simulate(
     named: tuple[str, str, int] = ("", "", 1),
     notes: tuple[str, ...] = (),
 ) -> Simulation:
-    """Simulate `operation`, and what would be better.
+    """Simulate `operation`, and what would be better, in the same runs: what they differ by is no luck.
 
     Args:
         operation: its intervals are rounded up to whole steps.
@@ -73,14 +71,13 @@ def simulate(
     """
     trial = trial or Trial()
     chosen = whole_steps(operation, step_seconds)
-    around = _intervals(chosen, model, shortest_seconds)
-    intervals = list(dict.fromkeys(with_interval(chosen, every, step_seconds) for every in around))
+    intervals = _intervals(chosen, model, step_seconds, shortest_seconds)
     spares = [replace(chosen, spares=number) for number in _spares(chosen, model)]
     faster = replace(chosen, restart_seconds=chosen.restart_seconds / 2)
-    num_runs = trial.runs_of(chosen, model)
-    check_room(model, chosen.nodes + chosen.spares, chosen.seconds, num_runs)  # before others take their time
-    compared = run_all([*intervals, *spares, faster], model, max(1, num_runs // PER_COMPARED), trial.seed)
-    by_interval, by_spares = compared[: len(intervals)], compared[len(intervals) : -1]
+    different = list(dict.fromkeys([chosen, *intervals, *spares, faster]))
+    found = run_all(different, model, trial.runs_of(chosen, model), trial.seed)
+    outcomes = dict(zip(different, found, strict=True))
+    by_interval, by_spares = [outcomes[one] for one in intervals], [outcomes[one] for one in spares]
     goodput, because = closed_form(chosen, model)
     mean = mean_seconds_between(chosen, model)
     save = chosen.tiers[-1].stall_seconds
@@ -91,7 +88,7 @@ def simulate(
         cluster=named[1],
         failures=model,
         devices_per_node=named[2],
-        chosen=run_all([chosen], model, num_runs, trial.seed)[0],
+        chosen=outcomes[chosen],
         formula=goodput,
         formula_because=because,
         intervals=tuple(by_interval),
@@ -100,31 +97,40 @@ def simulate(
         daly_seconds=daly_interval(save, mean) if known else None,
         spares=tuple(by_spares),
         best_spares=max(by_spares, key=work_per_node).operation.spares,
-        faster=compared[-1],
+        faster=outcomes[faster],
         notes=notes,
     )
 
 
 def run_all(operations: Sequence[Operation], model: FailureModel, num_runs: int, seed: int) -> list[Outcome]:
-    """What comes of each operation; all live through the same failures, as far as they have the nodes."""
-    nodes = max(one.nodes + one.spares for one in operations)
-    histories = draw_histories(model, nodes, operations[0].seconds, num_runs, seed)
+    """What comes of each operation, and what it gains on the first one.
+
+    All have as many nodes for as long, and live through the same failures, as far as they have the spares.
+    """
+    first = operations[0]
+    nodes = first.nodes + max(one.spares for one in operations)
+    histories = draw_histories(model, nodes, first.seconds, num_runs, seed, running=first.nodes)
     lanes = Lanes(
         operations, histories, rack_nodes=model.rack_nodes, row_nodes=model.row_nodes, slowdown=model.straggler_slowdown
     )
     lanes.live()
-    return [_outcome(one, place, lanes, histories) for place, one in enumerate(operations)]
+    return [_outcome(one, place, lanes, num_runs) for place, one in enumerate(operations)]
 
 
-def _outcome(operation: Operation, place: int, lanes: Lanes, histories: Histories) -> Outcome:
-    num_runs = len(histories.times)
-    mine = slice(place * num_runs, (place + 1) * num_runs)
+def _outcome(operation: Operation, place: int, lanes: Lanes, num_runs: int) -> Outcome:
+    first, mine = slice(num_runs), slice(place * num_runs, (place + 1) * num_runs)
+    shares = {cause: lanes.spent[cause][mine] / operation.seconds for cause in CAUSES}
+    goodput = shares["productive"]
+    gained = goodput - lanes.spent["productive"][first] / operation.seconds
     return Outcome(
         operation=operation,
-        goodput=_interval(lanes.spent["productive"][mine] / operation.seconds),
+        goodput=_interval(goodput),
         interruptions=_interval(lanes.interruptions[mine]),
-        shares={cause: float(lanes.spent[cause][mine].mean()) / operation.seconds for cause in CAUSES},
+        shares={cause: float(share.mean()) for cause, share in shares.items()},
+        errors={cause: _error(share) for cause, share in shares.items()},
         num_runs=num_runs,
+        gained=float(gained.mean()),
+        gained_error=_error(gained) if place else 0.0,
     )
 
 
@@ -133,11 +139,21 @@ def _interval(values: np.ndarray) -> Interval:
     return Interval(float(low), float(values.mean()), float(high))
 
 
-def _intervals(operation: Operation, model: FailureModel, shortest: float) -> list[float]:
-    """Around what the formula says and what the user chose, rising."""
+def _error(shares: np.ndarray) -> float:
+    """Of their mean, one standard deviation; a single one says nothing: half, the most that shares can have."""
+    return float(shares.std(ddof=1)) / math.sqrt(len(shares)) if len(shares) > 1 else 0.5
+
+
+def _intervals(operation: Operation, model: FailureModel, step_seconds: float, shortest: float) -> list[Operation]:
+    """The same with intervals around what the formula says and what the user chose, and as chosen, rising."""
     formula, own = best_interval(operation, model, shortest), operation.tiers[-1].every_seconds
-    around = [formula * step for step in STEPS_OF_INTERVAL] + [own * step for step in (0.5, 1.0, 2.0)]
-    return sorted({min(own, operation.seconds), *(min(max(every, shortest), operation.seconds) for every in around)})
+    around = [formula * step for step in STEPS_OF_INTERVAL] + [own * step for step in (0.5, 2.0)]
+    within = (min(max(every, shortest), operation.seconds) for every in around)
+    others = (with_interval(operation, every, step_seconds) for every in within)
+    # Where no save comes within the run, the own row says so once.
+    never = own >= operation.seconds
+    kept = [one for one in others if not never or one.tiers[-1].every_seconds < operation.seconds]
+    return sorted({operation, *kept}, key=lambda one: one.tiers[-1].every_seconds)
 
 
 def _spares(operation: Operation, model: FailureModel) -> list[int]:

@@ -2,7 +2,7 @@
 
 from allranks.reporting.charts import Panel, draw
 from allranks.reporting.page import COLOURS, draw_figure, render_template
-from allranks.reporting.simulation_text import MEANINGS, every_of, render_simulation, say_percent
+from allranks.reporting.simulation_text import MEANINGS, every_of, render_simulation, say_percent, say_share
 from allranks.simulation import CAUSES, Simulation
 
 
@@ -45,7 +45,7 @@ def _draw_shares(found: Simulation) -> object:
         y=[f"{cause}: {MEANINGS[cause]}" for cause in causes],
         orientation="h",
         marker_color=COLOURS[0],
-        text=[f"{share:.2%}" for share in shares],
+        text=[say_share(found.chosen.shares[cause], found.chosen.errors[cause]) for cause in causes],
     )
     figure = graph.Figure(bars)
     figure.update_layout(template="plotly_white", height=90 + 45 * len(causes), margin={"t": 20})

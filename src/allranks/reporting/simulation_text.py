@@ -1,6 +1,6 @@
 """A Simulation as text, for a terminal of 100 columns."""
 
-from collections.abc import Sequence
+import math
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -11,6 +11,8 @@ from allranks.simulation import CAUSES, DAY, Interval, Operation, Outcome, Simul
 from allranks.units import format_seconds
 
 WIDTH = 100
+SURE_OF_TWO_DIGITS = 5e-4
+"""A share that another seed moves by less, one standard deviation, is told with two digits behind the point."""
 MEANINGS = {
     "productive": "training that the end still has",
     "redone": "steps lost by a failure, done again",
@@ -43,9 +45,28 @@ def _verdict(found: Simulation) -> list[RenderableType]:
     return [
         Text(f"{what}: {devices:,} devices for {operation.seconds / DAY:g} days", overflow="fold"),
         Text(f"Goodput {say_percent(chosen.goodput)}: so much of the time ends as training", overflow="fold"),
+        Text(f"  {_say_runs(chosen)}", overflow="fold"),
         Text(f"Interruptions {_say_number(chosen.interruptions)}{often}", overflow="fold"),
         Text(_say_formula(found), overflow="fold"),
     ]
+
+
+def _say_runs(chosen: Outcome) -> str:
+    """How sure the mean is, and that no table has another one."""
+    num, error = chosen.num_runs, say_error(chosen.errors["productive"])
+    if num == 1:
+        return "One run: how sure that is nobody can say; every table is of the same run"
+    return f"The mean of {num} runs, {error} points; in brackets the middle 90%; every table is of the same {num}"
+
+
+def say_share(share: float, error: float) -> str:
+    """`99.82%`, or `66.0%` where another seed would move the second digit behind the point."""
+    return f"{share:.1%}" if error >= SURE_OF_TWO_DIGITS else f"{share:.2%}"
+
+
+def say_error(error: float) -> str:
+    """`+-0.02`, in points; rounded up, for what was drawn is never quite sure."""
+    return f"+-{math.ceil(error * 1e4 - 1e-6) / 100:.2f}"
 
 
 def _say_formula(found: Simulation) -> str:
@@ -77,7 +98,8 @@ def _shares(found: Simulation) -> Table:
     for cause in CAUSES:
         share = found.chosen.shares[cause]
         if cause == "productive" or share >= 5e-5:
-            table.add_row(cause, f"{share:.2%}", f"{share * whole:,.0f}", MEANINGS[cause])
+            said = say_share(share, found.chosen.errors[cause])
+            table.add_row(cause, said, f"{share * whole:,.0f}", MEANINGS[cause])
     return table
 
 
@@ -87,18 +109,35 @@ def every_of(outcome: Outcome) -> float:
 
 
 def _intervals(found: Simulation) -> Table:
-    table = _table("every", "goodput", "")
+    table = _table("every", "goodput", "against yours", "")
     for outcome in found.intervals:
+        every = every_of(outcome)
         marks = [
             word
             for word, there in (
-                ("best", every_of(outcome) == found.best_every_seconds),
-                ("yours", every_of(outcome) == every_of(found.chosen)),
+                ("best", every == found.best_every_seconds),
+                ("yours", every == every_of(found.chosen)),
+                ("no save within the run", every >= outcome.operation.seconds),
             )
             if there
         ]
-        table.add_row(format_seconds(every_of(outcome)), f"{outcome.goodput.mean:.2%}", ", ".join(marks))
+        table.add_row(format_seconds(every), _goodput(outcome), _against(outcome, found.chosen), ", ".join(marks))
     return table
+
+
+def _goodput(outcome: Outcome) -> str:
+    return say_share(outcome.goodput.mean, outcome.errors["productive"])
+
+
+def _against(outcome: Outcome, chosen: Outcome) -> str:
+    """`-0.03 +-0.01`: points that it has beyond the user's own in the same runs, which are surer than either."""
+    return "" if outcome.operation == chosen.operation else _say_gained(outcome)
+
+
+def _say_gained(outcome: Outcome) -> str:
+    gained = 100 * outcome.gained
+    text = f"{gained if abs(gained) >= 0.005 else 0.0:+.2f}"  # no -0.00
+    return text if outcome.num_runs == 1 else f"{text} {say_error(outcome.gained_error)}"
 
 
 def say_interval(found: Simulation) -> str:
@@ -112,13 +151,14 @@ def say_interval(found: Simulation) -> str:
 
 
 def _spares(found: Simulation) -> Table:
-    table = _table("spares", "goodput", "waiting", "work per node", "")
+    table = _table("spares", "goodput", "against yours", "waiting", "work per node", "")
     for outcome in found.spares:
         number = outcome.operation.spares
         marks = [word for word, its in (("best", found.best_spares), ("yours", _own_spares(found))) if number == its]
         paid = outcome.goodput.mean * outcome.operation.nodes / (outcome.operation.nodes + number)
-        shares = (outcome.goodput.mean, outcome.shares["waiting"], paid)
-        table.add_row(str(number), *(f"{share:.2%}" for share in shares), ", ".join(marks))
+        waiting = say_share(outcome.shares["waiting"], outcome.errors["waiting"])
+        beside = _against(outcome, found.chosen), waiting, say_share(paid, outcome.errors["productive"])
+        table.add_row(str(number), _goodput(outcome), *beside, ", ".join(marks))
     return table
 
 
@@ -134,16 +174,10 @@ def say_spares(found: Simulation) -> str:
 
 def say_faster(found: Simulation) -> str:
     """What a restart in half the time is worth."""
-    same = _with(found.spares, _own_spares(found)) or found.chosen
-    gained = found.faster.goodput.mean - same.goodput.mean
     operation = found.chosen.operation
-    days = gained * operation.nodes * found.devices_per_node * operation.seconds / DAY
+    days = found.faster.gained * operation.nodes * found.devices_per_node * operation.seconds / DAY
     half = format_seconds(operation.restart_seconds / 2)
-    return f"Restarted in {half} instead of twice that: {100 * gained:+.2f} points, {days:,.0f} device-days"
-
-
-def _with(outcomes: Sequence[Outcome], spares: int) -> Outcome | None:
-    return next((one for one in outcomes if one.operation.spares == spares), None)
+    return f"Restarted in {half} instead of twice that: {_say_gained(found.faster)} points, {days:,.0f} device-days"
 
 
 def say_source(found: Simulation) -> str:
