@@ -53,6 +53,25 @@ def test_only_what_changes_something_is_tried(
     assert changes_of(Asked((TASK, *words), cluster, layout)) == changes
 
 
+@pytest.mark.parametrize(
+    ("layout", "words", "tried"),
+    [
+        # A pipeline chooses how many micro-steps a step has: 4 of one sample here, and 4 of two.
+        ("pp=2,dp_shard=2", ("train.global_batch=8",), []),
+        ("pp=2,dp_shard=2", ("train.global_batch=16",), ["train.micro_batch=1"]),
+        ("pp=4", ("train.global_batch=24", "train.micro_batch=6"), ["train.micro_batch=3"]),
+        # A rank has no more than two samples: half of four is what it feeds already.
+        ("ddp", ("train.global_batch=8", "train.micro_batch=4"), ["train.micro_batch=1"]),
+        ("ddp", ("train.global_batch=4", "train.micro_batch=4"), []),
+    ],
+)
+def test_half_a_micro_batch_is_half_of_what_the_layout_feeds(
+    layout: str, words: tuple[str, ...], tried: list[str]
+) -> None:
+    found = changes_of(Asked((TASK, *words), GPUS, layout))
+    assert [change for change in found if change.startswith("train.")] == tried
+
+
 def test_a_name_has_chunks_of_the_loss() -> None:
     asked = Asked(("llama3-8b", "train.global_batch=4"), GPUS, "fsdp,recompute=full,offload=all")
     assert changes_of(asked) == ["task.chunk=1024"]

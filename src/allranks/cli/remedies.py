@@ -63,14 +63,15 @@ def changes_of(asked: Asked) -> list[str]:
 
 
 def _changes(question: "Question") -> Iterator[str]:
+    from allranks.training.shortage import halve
+
     layout, train = question.layout, question.config.train
     if layout.recompute == "none":
         yield "layout.recompute=selective"
     if layout.recompute in ("none", "selective"):
         yield "layout.recompute=full"
-    if train.micro_steps is None and (train.micro_batch or train.global_batch // layout.dp) > 1:
-        half = (train.micro_batch or -(-train.global_batch // layout.dp)) // 2
-        yield f"train.micro_batch={half}"
+    if train.micro_steps is None and (half := halve(question.config, layout)) is not None:
+        yield f"train.micro_batch={half.train.micro_batch}"
     shared = _shared(layout)
     if shared != layout:
         yield f"{STRING}{shared}"
