@@ -9,6 +9,7 @@ import pytest
 
 from allranks.cli.rehearsed_question import NAMED, Asked, profile_of, question_of, task_of
 from allranks.errors import ConfigError
+from allranks.rehearsing.refusals import NotRehearsed
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,3 +77,21 @@ def test_a_task_is_rehearsed_on_two_ranks_of_each_stage_and_a_model_by_name_of_t
     staged = "1x8:a100-80g", "pp=4,dp_shard=2"
     assert question_of(Asked(("llama3-8b", *words), *staged)).ranks == (0, 1, 4, 6)
     assert question_of(Asked(("tests.distributed.tasks:Tiny", *words), *staged)).ranks == (0, 1, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words", "what"),
+    [
+        ("fsdp,recompute=budget", (), "recompute=budget"),
+        ("placement", (), "placement"),
+        ("dp_replicate=3", ("layout.placement={'*' = 'cpu'}",), "placement"),
+        ("data_parallel", (), "data_parallel"),
+        ("dp_replicate=3", ("layout.local_sgd=2",), "local_sgd=2"),
+    ],
+)
+def test_what_is_not_rehearsed_is_said_before_how_training_would_take_it(
+    layout: str, words: tuple[str, ...], what: str
+) -> None:
+    """Training has another word for each: compile=block, a layout that fits four processes."""
+    with pytest.raises(NotRehearsed, match=rf"^{what} is not rehearsed: "):
+        question_of(Asked(("llama3-8b", *words), "1x4:a100-80g", layout))

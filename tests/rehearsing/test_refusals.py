@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from allranks.config_sections import LayoutConfig
 from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
 from allranks.planning.hardware import find_cluster
@@ -25,15 +26,16 @@ PLANNED = "`allranks plan` estimates it"
 @pytest.mark.parametrize(
     ("layout", "instead"),
     [
-        (Layout(kind="placement"), PLANNED),
-        (Layout(kind="data_parallel"), PLANNED),
-        (Layout(dp_replicate=2, ddp_hook="bfloat16"), PLANNED),
+        (LayoutConfig(kind="placement"), PLANNED),
+        (LayoutConfig(dp_replicate=2, placement={"*": "cpu"}), PLANNED),
+        (LayoutConfig(kind="data_parallel"), PLANNED),
+        (LayoutConfig(dp_replicate=2, ddp_hook="bfloat16"), PLANNED),
         # The planner has no model of what torch chooses.
-        (Layout(recompute="budget", compile="block"), "rehearse recompute=none and recompute=full"),
-        (Layout(dp_replicate=2, local_sgd=8), PLANNED),
+        (LayoutConfig(recompute="budget", compile="block"), "rehearse recompute=none and recompute=full"),
+        (LayoutConfig(dp_replicate=2, local_sgd=8), PLANNED),
     ],
 )
-def test_layouts_without_a_rehearsal(layout: Layout, instead: str) -> None:
+def test_layouts_without_a_rehearsal(layout: LayoutConfig, instead: str) -> None:
     with pytest.raises(LayoutError, match=rf"is not rehearsed: .*{instead}") as caught:
         refuse(layout, "float32")
     assert type(caught.value) is NotRehearsed and caught.value.exit_code == LayoutError.exit_code
@@ -61,17 +63,17 @@ def test_torch_compiles_nothing_beneath_what_watches_memory() -> None:
 
 
 def test_other_layouts_have_one() -> None:
-    refuse(Layout(dp_shard=8, tp=8, recompute="full"), "bfloat16")
-    refuse(Layout(dp_shard=2, tp=2, recompute="selective"), "float32")
-    refuse(Layout(dp_shard=2, offload="all"), "float16")
+    refuse(LayoutConfig(dp_shard=8, tp=8, recompute="full"), "bfloat16")
+    refuse(LayoutConfig(dp_shard=2, tp=2, recompute="selective"), "float32")
+    refuse(LayoutConfig(dp_shard=2, offload="all"), "float16")
 
 
 def test_eight_bits_need_a_device_that_multiplies_them() -> None:
     old, new, processor = (find_cluster(name).device for name in ("8:a100-80g", "8:h100", "1x2:cpu"))
     for device in (None, new, processor):
-        refuse(Layout(), "float8", device)
+        refuse(LayoutConfig(), "float8", device)
     with pytest.raises(ConfigError, match=r"eight bits, and a100-80g does not: take train\.precision=bfloat16"):
-        refuse(Layout(), "float8", old)
+        refuse(LayoutConfig(), "float8", old)
 
 
 def test_a_fault_and_a_question_of_values() -> None:

@@ -53,13 +53,13 @@ def question_of(asked: Asked) -> "Question":
         cluster = cluster_of(cluster, asked.gpus)
     spec, toml, overrides = task_of(asked.arguments, asked.sizes)
     prepared = prepare(TrainRequest(task_spec=spec, toml=toml, overrides=overrides, layout=asked.layout))
-    layout = resolve_layout(prepared.config, cluster.num_devices, cluster.nodes)
     from allranks.rehearsing.named import Named
     from allranks.rehearsing.refusals import refuse
     from allranks.rehearsing.whole import Question
     from allranks.rehearsing.world_of_ranks import KINDS, choose_ranks
 
-    refuse(layout, prepared.config.train.precision, cluster.device)
+    refuse(prepared.config.layout, prepared.config.train.precision, cluster.device)
+    layout = resolve_layout(prepared.config, cluster.num_devices, cluster.nodes)
     task = prepared.task
     name = task.shape().name if isinstance(task, Named) else prepared.name
     of_a_user = not isinstance(task, Named)

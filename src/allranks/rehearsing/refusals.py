@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from allranks.cluster import Device
+from allranks.config_sections import LayoutConfig
 from allranks.errors import AllranksError, ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
 from allranks.profiling.fakes import advise_values, needs_values, what_failed
@@ -107,8 +108,12 @@ def _unsharded(layout: Layout) -> str:
     return "--layout single" if layout.cuts_model else "--layout ddp"
 
 
-def refuse(layout: Layout, precision: str, device: Device | None = None) -> None:
-    """NotRehearsed for what has no rehearsal; ConfigError for float8 on a GPU that has no such kernels."""
+def refuse(layout: LayoutConfig, precision: str, device: Device | None = None) -> None:
+    """NotRehearsed for what has no rehearsal; ConfigError for float8 on a GPU that has no such kernels.
+
+    Args:
+        layout: as it was written: what training says of it, in this world, would only lead to this refusal.
+    """
     if device is not None and device.kind == "cuda" and precision == "float8" and precision not in device.peak_flops:
         raise ConfigError(
             f"train.precision=float8 needs a GPU that multiplies in eight bits, and {device.name} does not: take "
@@ -116,7 +121,7 @@ def refuse(layout: Layout, precision: str, device: Device | None = None) -> None
         )
     lacks, planned = "tensors without memory have no", "`allranks plan` estimates it"
     reasons = {
-        "placement": (layout.kind == "placement", f"{lacks} devices of one process; {planned}"),
+        "placement": (layout.placed, f"{lacks} devices of one process; {planned}"),
         "data_parallel": (layout.kind == "data_parallel", f"{lacks} devices of one process; {planned}"),
         f"ddp_hook={layout.ddp_hook}": (layout.ddp_hook != "none", f"{lacks} hooks of DDP's reducer; {planned}"),
         "recompute=budget": (
