@@ -21,14 +21,15 @@ from tests.profiling.subjects import AskingPart
 from tests.rehearsing.tasks import Calling, Layered, rehearsed
 
 PLANNED = "`allranks plan` estimates it"
+APART = "rehearse a layout with a process for each device: fsdp, or pp=N"
 
 
 @pytest.mark.parametrize(
     ("layout", "instead"),
     [
-        (LayoutConfig(kind="placement"), PLANNED),
-        (LayoutConfig(dp_replicate=2, placement={"*": "cpu"}), PLANNED),
-        (LayoutConfig(kind="data_parallel"), PLANNED),
+        (LayoutConfig(kind="placement"), APART),
+        (LayoutConfig(dp_replicate=2, placement={"*": "cpu"}), APART),
+        (LayoutConfig(kind="data_parallel"), APART),
         (LayoutConfig(dp_replicate=2, ddp_hook="bfloat16"), PLANNED),
         # The planner has no model of what torch chooses.
         (LayoutConfig(recompute="budget", compile="block"), "rehearse recompute=none and recompute=full"),

@@ -120,9 +120,11 @@ def refuse(layout: LayoutConfig, precision: str, device: Device | None = None) -
             "train.precision=bfloat16, or another --cluster"
         )
     lacks, planned = "tensors without memory have no", "`allranks plan` estimates it"
+    # The planner, too, counts one device a process.
+    several = f"{lacks} devices of one process; rehearse a layout with a process for each device: fsdp, or pp=N"
     reasons = {
-        "placement": (layout.placed, f"{lacks} devices of one process; {planned}"),
-        "data_parallel": (layout.kind == "data_parallel", f"{lacks} devices of one process; {planned}"),
+        "placement": (layout.placed, several),
+        "data_parallel": (layout.kind == "data_parallel", several),
         f"ddp_hook={layout.ddp_hook}": (layout.ddp_hook != "none", f"{lacks} hooks of DDP's reducer; {planned}"),
         "recompute=budget": (
             layout.recompute == "budget",
