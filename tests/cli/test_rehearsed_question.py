@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from allranks.cli.rehearsed_question import NAMED, Asked, profile_of, question_of, task_of
-from allranks.errors import ConfigError
+from allranks.errors import ConfigError, LayoutError
 from allranks.rehearsing.refusals import NotRehearsed
 
 
@@ -95,3 +95,10 @@ def test_what_is_not_rehearsed_is_said_before_how_training_would_take_it(
     """Training has another word for each: compile=block, a layout that fits four processes."""
     with pytest.raises(NotRehearsed, match=rf"^{what} is not rehearsed: "):
         question_of(Asked(("llama3-8b", *words), "1x4:a100-80g", layout))
+
+
+def test_too_few_blocks_are_named_before_too_few_samples() -> None:
+    with pytest.raises(LayoutError, match="llama3-8b has 32: pp can be 32 at most"):
+        question_of(Asked(("llama3-8b",), "8x8:h100", "pp=64"))
+    with pytest.raises(LayoutError, match=r"set train\.global_batch=64"):
+        question_of(Asked(("llama3-8b", "task.layers=64"), "8x8:h100", "pp=64"))

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from allranks.config_sections import LayoutConfig
 from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
+from allranks.named_models import find_model
 from allranks.planning.hardware import find_cluster
-from allranks.rehearsing.refusals import NotRehearsed, Unrehearsable, explain, refuse
+from allranks.rehearsing.refusals import NotRehearsed, Unrehearsable, explain, refuse, refuse_stages
 from tests.profiling.subjects import AskingPart
 from tests.rehearsing.tasks import Calling, Layered, rehearsed
 
@@ -67,6 +68,25 @@ def test_other_layouts_have_one() -> None:
     refuse(LayoutConfig(dp_shard=8, tp=8, recompute="full"), "bfloat16")
     refuse(LayoutConfig(dp_shard=2, tp=2, recompute="selective"), "float32")
     refuse(LayoutConfig(dp_shard=2, offload="all"), "float16")
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            Layout(pp=64),
+            "pp=64 makes 64 stages, each of which begins at a block, and llama3-8b has 32: pp can be 32 at",
+        ),
+        (Layout(pp=32, schedule="interleaved"), "pp=32 with schedule=interleaved makes 64 stages, .* pp can be 16 at"),
+    ],
+)
+def test_more_stages_than_blocks(layout: Layout, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        refuse_stages(find_model("llama3-8b"), layout)
+    with pytest.raises(LayoutError, match=r"take a layout without pp$"):
+        refuse_stages(find_model("llama3-8b", layers=1), layout)
+    refuse_stages(find_model("llama3-8b"), Layout(pp=32))
+    refuse_stages(find_model("llama3-8b", layers=1), Layout(dp_shard=64))
 
 
 def test_eight_bits_need_a_device_that_multiplies_them() -> None:

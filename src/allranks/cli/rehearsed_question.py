@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, final
 from allranks.cli.planned_model import is_task, refuse_sizes
 from allranks.cli.train import read_arguments
 from allranks.errors import ConfigError
+from allranks.layout import Layout
 from allranks.request import TrainRequest
 
 if TYPE_CHECKING:
@@ -54,13 +55,15 @@ def question_of(asked: Asked) -> "Question":
     spec, toml, overrides = task_of(asked.arguments, asked.sizes)
     prepared = prepare(TrainRequest(task_spec=spec, toml=toml, overrides=overrides, layout=asked.layout))
     from allranks.rehearsing.named import Named
-    from allranks.rehearsing.refusals import refuse
+    from allranks.rehearsing.refusals import refuse, refuse_stages
     from allranks.rehearsing.whole import Question
     from allranks.rehearsing.world_of_ranks import KINDS, choose_ranks
 
     refuse(prepared.config.layout, prepared.config.train.precision, cluster.device)
-    layout = resolve_layout(prepared.config, cluster.num_devices, cluster.nodes)
     task = prepared.task
+    if isinstance(task, Named):  # its blocks are known, and no batch would help where they are too few
+        refuse_stages(task.shape(), Layout.resolve(prepared.config.layout, cluster.num_devices, cluster.nodes))
+    layout = resolve_layout(prepared.config, cluster.num_devices, cluster.nodes)
     name = task.shape().name if isinstance(task, Named) else prepared.name
     of_a_user = not isinstance(task, Named)
     ranks = choose_ranks(asked.ranks, layout, of_a_user=of_a_user)

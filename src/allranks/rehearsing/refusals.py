@@ -8,6 +8,7 @@ from allranks.cluster import Device
 from allranks.config_sections import LayoutConfig
 from allranks.errors import AllranksError, ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
+from allranks.model_shape import ModelShape
 from allranks.profiling.fakes import advise_values, needs_values, what_failed
 from allranks.rehearsing.places import UPDATE
 from allranks.users_code import user_line, user_place
@@ -139,3 +140,16 @@ def refuse(layout: LayoutConfig, precision: str, device: Device | None = None) -
     for what, (asked, because) in reasons.items():
         if asked:
             raise NotRehearsed(f"{what} is not rehearsed: {because}")
+
+
+def refuse_stages(shape: ModelShape, layout: Layout) -> None:
+    """LayoutError for a pipeline of more stages than a known model has blocks, at which its stages begin."""
+    stages = layout.num_stages
+    if layout.pp == 1 or stages <= shape.layers:
+        return
+    most = shape.layers // (stages // layout.pp)
+    written = f"pp={layout.pp}" if stages == layout.pp else f"pp={layout.pp} with schedule={layout.schedule}"
+    raise LayoutError(
+        f"{written} makes {stages} stages, each of which begins at a block, and {shape.name} has {shape.layers}: "
+        + (f"pp can be {most} at most" if most > 1 else "take a layout without pp")
+    )
