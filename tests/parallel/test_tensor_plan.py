@@ -195,6 +195,20 @@ def test_of_heads_and_sizes_the_heads_say_what_fits() -> None:
         styles(model_of(Heads(6)), 5, hints={"layers.0.query": "colwise"})
 
 
+@pytest.mark.parametrize("degree", [3, 6, 16])
+def test_every_degree_that_is_named_would_be_taken(degree: int) -> None:
+    """Of 32 heads 8 are keys and values; and 4 divides no feed-forward of 18."""
+    shared = Transformer(11, 2, 64, 32, num_kv_heads=8, ffn=64)
+    with pytest.raises(LayoutError, match=r"tp can be 1, 2, 4, 8$"):
+        styles(shared, degree)
+    narrow = Transformer(11, 2, 64, 32, num_kv_heads=8, ffn=18)
+    with pytest.raises(LayoutError, match=rf"tp\({degree}\) does not divide; tp can be 1, 2$"):
+        styles(narrow, degree)
+    for module, fitting in ((shared, (1, 2, 4, 8)), (narrow, (1, 2))):
+        for fits in fitting:
+            styles(module, fits)
+
+
 def test_heads_in_a_config_count_too() -> None:
     feed: Any = Feed()
     feed.config = SimpleNamespace(num_key_value_heads=3)

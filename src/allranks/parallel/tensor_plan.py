@@ -15,6 +15,7 @@ a Hugging Face model (`_tp_plan`).
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, get_args
@@ -22,6 +23,7 @@ from typing import cast, get_args
 from torch import nn
 
 from allranks.errors import LayoutError
+from allranks.even_cut import divisors
 from allranks.hints import TensorStyle
 from allranks.losses import ChunkedHead
 from allranks.parallel.anew import made_anew, made_before_forward
@@ -74,11 +76,7 @@ def plan_tensor(
     _check_apart(plan)
     for name, style in plan.styles.items():
         _check_kind(name, named[name], style)
-    # Before the sizes, of which more would fit than heads allow.
-    _check_heads(named, plan, degree)
-    for name, style in plan.styles.items():
-        if style in CUT and name not in plan.uneven:
-            _check_size(name, named[name], style, degree)
+    _check_sizes([*_heads(named, plan), *_widths(named, plan)], degree)
     if plan.sequence:
         _check_covered(named, plan)
     heads = [name for name, style in plan.styles.items() if style == "vocab" and isinstance(named[name], nn.Linear)]
@@ -240,27 +238,36 @@ def _check_kind(name: str, module: nn.Module, style: TensorStyle) -> None:
         raise LayoutError(f"{name} has max_norm or scale_grad_by_freq, which look at rows of other ranks: replicate it")
 
 
-def _check_size(name: str, module: nn.Module, style: TensorStyle, degree: int) -> None:
-    # Rows of a vocabulary are looked up one by one, so their parts may differ in size; heads have been counted.
-    if style in ("vocab", "heads"):
-        return
-    assert isinstance(module, nn.Linear)
-    extent = module.out_features if style == "colwise" else module.in_features
-    what = "outputs" if style == "colwise" else "inputs"
-    if extent % degree:
-        raise LayoutError(f"{name} has {extent} {what}, which tp({degree}) does not divide; {_fitting(extent)}")
+def _check_sizes(sizes: Sequence[tuple[str, int]], degree: int) -> None:
+    """Every size (whose and what it is, the number) is divided by `degree`, or the degrees that divide all are told."""
+    for what, size in sizes:
+        if size % degree:
+            fits = ", ".join(map(str, divisors(math.gcd(*(number for _, number in sizes)))))
+            raise LayoutError(f"{what}, which tp({degree}) does not divide; tp can be {fits}")
 
 
-def _check_heads(named: Mapping[str, nn.Module], plan: TensorPlan, degree: int) -> None:
+def _heads(named: Mapping[str, nn.Module], plan: TensorPlan) -> Iterator[tuple[str, int]]:
     """Attention is cut between heads: whoever owns a layer that is cut by columns may say how many there are."""
     parents = {name.rpartition(".")[0] for name, style in plan.styles.items() if style == "colwise"}
     parents |= {name for name, style in plan.styles.items() if style == "heads"}
     for parent in sorted(parents):
         for holder in (named[parent], getattr(named[parent], "config", None)):
             for attribute, value in sorted(vars(holder).items()) if holder is not None else ():
-                if counts_heads(attribute, value) and value % degree:
-                    what = f"{parent or 'the model'} has {attribute}={value}"
-                    raise LayoutError(f"{what}, which tp({degree}) does not divide; {_fitting(value)}")
+                if counts_heads(attribute, value):
+                    yield f"{parent or 'the model'} has {attribute}={value}", value
+
+
+def _widths(named: Mapping[str, nn.Module], plan: TensorPlan) -> Iterator[tuple[str, int]]:
+    """Of linear layers that are cut, where something minds parts of unequal size.
+
+    Rows of a vocabulary are looked up one by one, so their parts may differ in size; heads are counted by themselves.
+    """
+    for name, style in plan.styles.items():
+        module = named[name]
+        if style in ("colwise", "rowwise") and name not in plan.uneven:
+            assert isinstance(module, nn.Linear)
+            size, what = (module.out_features, "outputs") if style == "colwise" else (module.in_features, "inputs")
+            yield f"{name} has {size} {what}", size
 
 
 def _check_covered(named: Mapping[str, nn.Module], plan: TensorPlan) -> None:
@@ -285,7 +292,3 @@ def _check_heads_last(plan: TensorPlan, heads: Sequence[str], order: Sequence[st
                 f"hints().loss_parallel leaves what vocab layers give cut until the loss, and {head} is followed by "
                 f"{behind}: leave loss_parallel out"
             )
-
-
-def _fitting(extent: int) -> str:
-    return f"tp can be {', '.join(str(n) for n in range(1, extent + 1) if extent % n == 0)}"
