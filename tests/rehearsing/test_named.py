@@ -93,6 +93,19 @@ def test_settings_change_the_shape() -> None:
     assert task.dataset("validation") is None
 
 
+def test_zero_is_the_models_own() -> None:
+    own = Named(name="llama3-8b")
+    zeros = Named(name="llama3-8b", seq=0, chunk=0, layers=0, heads=0)
+    assert zeros.shape() == own.shape() and zeros.shape().seq == len(zeros.dataset("train")[0]["tokens"]) == 8192
+    assert set(zeros.inputs(zeros.dataset("train")[0])) == {"tokens"}, "no chunks"
+
+
+@pytest.mark.parametrize(("changes", "message"), [({"seq": -5}, "seq=-5, but"), ({"chunk": -5}, "chunk=-5, but")])
+def test_less_than_zero_is_refused(changes: dict[str, int], message: str) -> None:
+    with torch.device("meta"), pytest.raises(ConfigError, match=message):
+        Named(name="llama3-8b", **changes).model()
+
+
 def test_the_loss_may_come_in_chunks() -> None:
     whole, chunked = Named(name="llama3-8b", seq=8), Named(name="llama3-8b", seq=8, chunk=4)
     batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "y": torch.zeros(1, 8, dtype=torch.int64)}

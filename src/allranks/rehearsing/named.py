@@ -64,7 +64,9 @@ class Named(Task):
         return find_shape(self.name, **{key: value for key in ("seq", *SIZES) if (value := getattr(self, key))})
 
     def model(self) -> nn.Module:
-        """Its module; ConfigError for a kind of model that has none here."""
+        """Its module; ConfigError for a kind of model that has none here, and for a negative chunk."""
+        if self.chunk < 0:
+            raise ConfigError(f"task.chunk={self.chunk}, but it has to be at least 1 position, or 0 for all at once")
         shape = self.shape()
         kind = _kind(shape)
         sizes: dict[str, Any] = {
