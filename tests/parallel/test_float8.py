@@ -1,6 +1,8 @@
 """Which linear layers multiply in float8, and what is refused; tests/distributed/test_float8_laws.py has the law."""
 
+import logging
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -117,6 +119,24 @@ def test_without_torchao_the_extra_is_named() -> None:
         "train.precision=float8 needs torchao, which is not installed: pip install 'torchao>=0.18', or take "
         "train.precision=bfloat16 ("
     )
+
+
+def test_what_torchao_warns_of_when_it_is_imported_is_not_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Libraries with kernels of other formats, which this machine cannot load. Errors are, and what it says later."""
+    told = "import logging\nlog = logging.getLogger(__name__)\n"
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao/__init__.py").write_text(f"{told}log.warning('Failed to load _C.so')\nlog.error('torn')\n")
+    (tmp_path / "torchao/float8.py").write_text(f"{told}log.warning('no kernel')\n")
+    with patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+            del sys.modules[name]
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(AttributeError, match="Float8LinearConfig"):
+            lower_linears({"": nn.Linear(16, 16)}, (), CPU, [])
+    logging.getLogger("torchao").warning("later")
+    assert caplog.messages == ["torn", "later"]
 
 
 def test_a_gpu_has_to_know_it() -> None:

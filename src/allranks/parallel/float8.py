@@ -8,8 +8,10 @@ Source: torchao.float8 (https://github.com/pytorch/ao/tree/main/torchao/float8);
 Deep Learning" (arXiv 2209.05433).
 """
 
+import contextlib
 import importlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,9 +78,27 @@ def emulates(device: torch.device) -> bool:
 
 def _import_torchao() -> Any:
     try:
-        return importlib.import_module("torchao.float8")
+        with _quiet("torchao", "torch.utils._pytree"):
+            return importlib.import_module("torchao.float8")
     except ImportError as error:
         raise ConfigError(f"{FLOAT8_EXTRA} ({error})") from error
+
+
+@contextlib.contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Inside, these loggers have errors alone to say.
+
+    torchao warns of each of its libraries that this machine cannot load. They hold kernels of other formats: products
+    of float8 are torch's own.
+    """
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _is_inside(name: str, blocks: Sequence[str]) -> bool:
