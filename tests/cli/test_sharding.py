@@ -70,6 +70,7 @@ def test_under_another_launcher_it_is_refused(
 
 def test_unlike_ranks_have_no_sum(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [Row("forward", "receive", "over pp", 1500, None), Row("forward", "compute", "the model", 0, None)]
+    rows += [Row("backward", "send", "over pp", 700, None), Row("backward", "drop", "the rest", 300, None)]
     print_rows(rows, "pp=2", 2, 4)
     printed = capsys.readouterr().out
     assert "One step under pp=2 on 2 processes, the last of 4 micro-steps" in printed

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from allranks.parallel.seen_collectives import received_bytes
+from allranks.parallel.seen_collectives import moved_bytes, received_bytes
 
 
 class Group:
@@ -30,3 +30,4 @@ def test_the_bytes_of_each_collective() -> None:
     assert received_bytes("alltoall_base_", group, (four, four, None, [], [])) == 36
     assert received_bytes("alltoall_base_", group, (four, four, None, [1, 6, 2, 3], [])) == 24
     assert (received_bytes("send", group, ([one],)), received_bytes("recv_", group, ([one],))) == (0, 12)
+    assert (moved_bytes("send", group, ([one],)), moved_bytes("recv_", group, ([one],))) == (12, 12)

@@ -18,6 +18,8 @@ from tests.test_rehearsal import rank, rehearsal
 
 FSDP = Layout(dp_shard=4, tp=2)
 
+COUNTED = "12.0 GB counted (1.0 GB of it cuBLAS's and the batch's)"
+
 
 def planned(**changes: Any) -> Estimate:
     """10 s of computation, 2 of tp and 1 of dp; 10 GB of tensors and 2 GB of framework on 20 GB."""
@@ -66,7 +68,7 @@ def test_a_host_has_to_have_room_for_what_was_counted(host_bytes: float, fits: b
         and weigh(before, counted).outcome == ("stands" if fits else "dropped")
     )
     short = "" if fits else "; 3.1 GB in a host's memory, which has 3.0 GB for what is moved there (80% of its 3.8 GB)"
-    assert what_changed(before, counted) == f"12.0 GB counted, 10.0 GB planned{short}; messages as planned"
+    assert what_changed(before, counted) == f"{COUNTED}, 10.0 GB planned{short}; messages as planned"
 
 
 def test_copies_of_checkpoints_stay_beside_what_was_counted() -> None:
@@ -186,8 +188,9 @@ def test_what_would_fail_fits_nowhere_and_keeps_its_figures() -> None:
 
 
 def test_one_line_says_what_changed() -> None:
-    assert what_changed(planned(), told()) == "12.0 GB counted, 10.0 GB planned; messages as planned"
+    plain = told(by_category={"weights": 4e9, "activations": 7e9, "other": 4e8})
+    assert what_changed(planned(), plain) == "12.0 GB counted, 10.0 GB planned; messages as planned"
     assert what_changed(planned(), told(margin_bytes=9e9, sent_bytes={"tp": 1.5e9})) == (
-        "12.0 GB counted, 10.0 GB planned; with 9.0 GB of margin more than 20.0 GB; activations 7.0 GB; "
+        f"{COUNTED}, 10.0 GB planned; with 9.0 GB of margin more than 20.0 GB; activations 7.0 GB; "
         "bytes by axis times tp 1.50: step 13.0 s -> 14.0 s"
     )

@@ -222,6 +222,19 @@ def test_blocks_that_are_left_out_have_their_buckets_where_they_are_computed() -
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("rank", "block"), [(0, "layers.1"), (1, "layers.3")])
+def test_between_stages_what_is_sent_counts_and_no_pass_is_an_update(rank: int, block: str) -> None:
+    told = rehearsed(Tokens(layers=4), "pp=2", 2, "train.micro_steps=4", rank=rank)
+    between = [moment for moment in told.moments if moment.what in ("send", "receive")]
+    travelled = {(row.op, row.bytes) for row in told.collectives if row.op in ("send", "receive")}
+    assert {moment.phase for moment in between} == {"forward", "backward"}
+    for what in ("send", "receive"):
+        assert (what, sum(moment.num_bytes for moment in between if moment.what == what)) in travelled
+    assert told.at == ("backward of layers.1" if rank == 0 else "backward of the loss")
+    backwards = {work.block for work in told.works if work.phase == "backward" and work.block}
+    assert block in backwards, "the last block of a stage, too"
+
+
 def test_every_micro_step_goes_forward_and_back() -> None:
     """DDP's update sends nothing, so that it is no moment."""
     for layout, end in (("fsdp", ["update"]), ("ddp", [])):

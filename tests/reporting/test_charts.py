@@ -1,6 +1,7 @@
 """A chart holds the values it was given, each series in one colour, in a page that needs nothing else."""
 
 import re
+from dataclasses import replace
 
 from allranks.reporting.charts import Panel, draw, render_page
 
@@ -23,8 +24,13 @@ def test_every_value_is_in_its_panel() -> None:
     assert [note.text for note in layout.annotations] == ["speed-up", "efficiency"]
     assert (layout.xaxis.title.text, layout.yaxis.title.text, layout.title.text) == ("processes", "times", "a < b")
     assert (layout.xaxis.tickvals, layout.xaxis2.tickvals) == ((1, 2), (2, 4))
-    assert (layout.yaxis.tickformat, layout.yaxis2.tickformat) == (None, ".0%")
+    assert (layout.yaxis.tickformat, layout.yaxis2.tickformat) == (None, ".3~%")
     assert layout.yaxis.rangemode == layout.yaxis2.rangemode == "tozero"
+
+
+def test_doublings_are_equally_wide_where_that_is_asked() -> None:
+    layout = draw("", [SPEED, replace(SPEED, doubling=True)]).layout
+    assert (layout.xaxis.type, layout.xaxis2.type) == ("linear", "log")
 
 
 def test_a_series_has_one_colour_and_one_line_in_the_legend() -> None:

@@ -40,8 +40,8 @@ def test_what_is_lost_is_drawn_over_every_interval_and_every_number_of_spares() 
     intervals, layout = drawn(page, "intervals")
     assert intervals["x"] == [5.0, 10.0, 120.0]  # minutes, of two digits
     assert intervals["y"] == pytest.approx([0.08, 0.1, 0.25])
-    assert (layout["xaxis"]["title"]["text"], layout["yaxis"]["tickformat"]) == ("minutes", ".0%")
-    assert layout["xaxis"]["tickvals"] == [5.0, 10.0, 120.0]
+    assert (layout["xaxis"]["title"]["text"], layout["yaxis"]["tickformat"]) == ("minutes", ".3~%")
+    assert layout["xaxis"]["tickvals"] == [5.0, 10.0, 120.0] and layout["xaxis"]["type"] == "log"
 
     spares, layout = drawn(page, "spares")
     assert spares["x"] == [0, 2, 9]

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from allranks.reporting.simulation_text import MEANINGS, render_simulation, say_error, say_share
-from allranks.simulation import CAUSES, DAY
+from allranks.reporting.simulation_text import MEANINGS, render_simulation, say_error, say_interval, say_share
+from allranks.simulation import CAUSES, DAY, Scope, Tier
 from tests.reporting.simulations import outcome, simulation
 
 
@@ -70,6 +70,15 @@ def test_without_a_formula_it_says_why() -> None:
 
     assert "No formula beside it, because two tiers" in text
     assert "the shortest interval is the best" in text
+
+
+def test_formulas_of_one_kind_of_copy_say_so_beside_two() -> None:
+    memory, one = Tier("a peer", Scope.NODE, 60.0), simulation()
+    operation = replace(one.chosen.operation, tiers=(memory, *one.chosen.operation.tiers))
+    two = simulation(chosen=replace(one.chosen, operation=operation))
+    texts = [say_interval(found) for found in (one, two)]
+    assert [("know of one kind of copy alone" in text) for text in texts] == [False, True]
+    assert all("Young 5 min 10 s, Daly 5 min 05 s" in text for text in texts)
 
 
 def test_every_cause_has_a_meaning() -> None:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 RECORDER = "allranks.training.sharding:record_here"
 NOTE = (
-    "Bytes are what a rank receives, of an all-reduce 2 (n - 1) / n of its size (a ring); drop frees them. Rows stand "
-    "in the order in which rank 0 began them: what is gathered or reduced may go on while the next unit is computed."
+    "Bytes are what a rank receives, of an all-reduce 2 (n - 1) / n of its size (a ring); send sends them, drop frees "
+    "them. Rows stand in the order in which rank 0 began them: what is gathered or reduced may go on while the next "
+    "unit is computed."
 )
 
 
@@ -72,7 +73,7 @@ def print_rows(rows: "Sequence[Row]", layout: str, num_processes: int, micro_ste
     console = Console(file=sys.stdout, width=max(100, *(60 + len(row.unit) for row in rows)), highlight=False)
     console.print(f"One step under {layout} on {processes}{which}", soft_wrap=True)
     console.print(table)
-    moved = [row for row in rows if row.what not in ("compute", "drop")]
+    moved = [row for row in rows if row.what not in ("compute", "recompute", "drop", "send")]
     each, together = sum(row.bytes_per_rank for row in moved), [row.bytes_total for row in moved]
     known = [size for size in together if size is not None]
     everyone = f", all ranks {format_bytes(sum(known))}" if len(known) == len(together) else ""

@@ -85,5 +85,10 @@ def received_bytes(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> 
     return 0 if name == "send" else first
 
 
+def moved_bytes(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> int:
+    """Bytes that this rank receives, and of a send those that it sends."""
+    return _nbytes(args[0]) if name == "send" else received_bytes(name, group, args)
+
+
 def _nbytes(value: object) -> int:
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -2,7 +2,7 @@
 
 Collectives are seen where torch dispatches them, those of DDP's reducer among them; to which unit they belong is known
 from FSDP2's own methods, which are called through an instance. Where FSDP has none, blocks are the units: see
-`block_watch`. Bytes are those that a rank receives: of an all-reduce 2 (n - 1) / n of its size, as in a ring
+`block_watch`. Bytes are those that a rank receives, or sends: of an all-reduce 2 (n - 1) / n of its size, as in a ring
 (https://docs.nvidia.com/deeplearning/nccl/user-guide), of all others exactly.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from allranks.parallel.block_watch import in_backward, watch_block
 from allranks.parallel.mesh import MESH_AXES
 from allranks.parallel.recompute import watch_again
-from allranks.parallel.seen_collectives import Collectives, collective_name, received_bytes
+from allranks.parallel.seen_collectives import Collectives, collective_name, moved_bytes
 from allranks.parallel.spread import Spread
 from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 
@@ -35,7 +35,7 @@ class Deed:
         phase: "forward", "backward" or "update".
         what: "gather", "compute", "recompute" (a forward that the backward runs again), "drop", or the collective.
         unit: the module, the bucket, or the axis over which something travels, behind the module that asked for it.
-        num_bytes: that this rank receives; of a "drop" those that it frees.
+        num_bytes: that this rank receives; of a "send" those that it sends, of a "drop" those that it frees.
     """
 
     phase: str
@@ -165,10 +165,12 @@ class StepRecord:
         """What is no block."""
         return REST if self._blocks else MODEL
 
-    def _note(self, what: str, unit: str, num_bytes: int = 0) -> None:
+    def _note(self, what: str, unit: str, num_bytes: int = 0, *, between: bool = False) -> None:
+        """`between`: it goes between the passes of two stages, and is no part of the update."""
         backward = in_backward()
         self._backward_seen |= backward
-        phase = "backward" if backward else "update" if self._backward_seen else "forward"
+        behind = "backward" if between else "update"
+        phase = "backward" if backward else behind if self._backward_seen else "forward"
         self._deeds.append(Deed(phase, what, unit, num_bytes))
         self._tell(self._deeds[-1])
 
@@ -239,19 +241,20 @@ class StepRecord:
     def _collective(self, name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> None:
         if group.group_name in self._ignored:
             return
-        num_bytes, what = received_bytes(name, group, args), collective_name(name)
+        num_bytes, what = moved_bytes(name, group, args), collective_name(name)
         if self._context is not None:
             kind, unit = self._context
             exchanged = "all-reduce" if what == "all-reduce" else "reduce-scatter"
             self._note("gather" if kind == "gather" else exchanged, unit, num_bytes)
             return
         asked = f"{self._block} " if in_backward() or not self._backward_seen else ""
-        unit = f"{asked.lstrip()}over {self._axes.get(group.group_name, 'all processes')}"
+        axis = self._axes.get(group.group_name, "all processes")
+        unit = f"{asked.lstrip()}over {axis}"
         reducing = self._spread.mesh.gradient_group
         if in_backward() and reducing is not None and group.group_name == reducing.group_name:
             self._buckets += 1
             unit = f"{BUCKET}{self._buckets}"
-        self._note(what, unit, num_bytes)
+        self._note(what, unit, num_bytes, between=axis == "pp" and what in ("send", "receive"))
 
 
 def _axis_names(spread: Spread) -> dict[str, str]:

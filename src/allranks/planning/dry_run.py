@@ -11,6 +11,8 @@ from allranks.planning.reasons import HOLDINGS, NOTICED, needs_of_host
 from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 from allranks.units import format_bytes, format_seconds
 
+NOTICED_OTHER = 0.05
+"""Of the planned bytes: what a dry run counts and no plan does is named where it is more."""
 CAUSES = {
     "dp": "data",
     "dp_shard": "data",
@@ -166,7 +168,9 @@ def what_changed(planned: Estimate, told: DryRun) -> str:
         return f"would fail: {told.fault}"
     after = corrected(planned, told)
     tensors = planned.memory.total - planned.memory.framework
-    said = [f"{format_bytes(told.peak_bytes)} counted, {format_bytes(tensors)} planned"]
+    other = told.by_category.get("other", 0.0)
+    beside = f" ({format_bytes(other)} of it cuBLAS's and the batch's)" if other > NOTICED_OTHER * tensors else ""
+    said = [f"{format_bytes(told.peak_bytes)} counted{beside}, {format_bytes(tensors)} planned"]
     if not after.fits_host:
         said.append(needs_of_host(after))
     if after.peak_bytes.high > after.capacity_bytes:

@@ -112,7 +112,12 @@ def _kind(shape: ModelShape) -> type[GPT | MoETransformer | Transformer]:
         return MoETransformer if shape.experts else Transformer
     first = not shape.gated and shape.positions == "learned" and shape.bias  # as GPT-2's
     own = shape.num_kv_heads == shape.heads and shape.dim * shape.heads == shape.hidden
-    if plain and first and own and not shape.experts:
+    if plain and first and own:
+        if shape.experts:
+            raise ConfigError(
+                f"{shape.name} can be planned and not rehearsed: no module of allranks.models is a GPT-2 with experts; "
+                "give your sizes to mixtral-8x7b, or a Task with your own module"
+            )
         return GPT
     raise ConfigError(
         f"{shape.name} can be planned and not rehearsed: no module of allranks.models has its shape, which is neither "

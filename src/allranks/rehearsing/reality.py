@@ -20,11 +20,10 @@ from torch.utils import _pytree as pytree
 
 from allranks.data.micro_step import StepBatch
 from allranks.parallel.replicate import REPLICAS
-from allranks.parallel.seen_collectives import Collectives, collective_name, received_bytes
+from allranks.parallel.seen_collectives import Collectives, collective_name, moved_bytes
 from allranks.rehearsing.gloo_lag import GlooAtRest
 from allranks.rehearsing.groups import GroupNames
 from allranks.rehearsing.rank_step import local
-from allranks.rehearsing.watch import sent_bytes
 from allranks.stepping.session import Session
 
 WARM_STEPS = 2
@@ -166,7 +165,7 @@ class _Counter:
         if group.group_name == self._ignored:
             return
         key = f"{self._names.axis(group)} {collective_name(name)}"
-        self._bytes[key] += sent_bytes(args) if name == "send" else received_bytes(name, group, args)
+        self._bytes[key] += moved_bytes(name, group, args)
         self._count[key] += 1
 
     def found(self) -> dict[str, tuple[int, int]]:

@@ -5,8 +5,10 @@ block next to them did stands for each of them (`Shortened.times`): in the middl
 The ends of a run are no measure, since FSDP gathers ahead there, or has nothing more to gather.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -22,7 +24,7 @@ KEPT_FIRST, KEPT_LAST = 2, 2
 
 
 class NotShortened(Exception):
-    """A block does not return what it is given, changed: all blocks have to be traced."""
+    """A block does not return what it is given, changed, or runs twice or never: all blocks have to be traced."""
 
 
 @final
@@ -90,9 +92,13 @@ def _leave_out(module: nn.Module, run: Sequence[str], found: Shortened) -> None:
     forward, backward = run[KEPT_FIRST - 1], run[-KEPT_LAST]
     shape = _Shape()
     module.get_submodule(forward).register_forward_hook(shape.learn, with_kwargs=True)
+    calls = _Calls(module, len(run))
+    for name in (*run[:KEPT_FIRST], *run[-KEPT_LAST:]):
+        module.get_submodule(name).register_forward_pre_hook(calls.count, prepend=True)
     for name in middle:
         member: Any = module.get_submodule(name)
-        member._compiled_call_impl = shape.pass_on  # torch's own place for another way to call a module
+        # Torch's own place for another way to call a module.
+        member._compiled_call_impl = partial(calls.counted, member, shape.pass_on)
         found.absent |= {id(p) for p in member.parameters()}
     inside = tuple(f"{name}." for name in middle)
     outside = (member for name, member in module.named_modules() if not f"{name}.".startswith(inside))
@@ -115,6 +121,38 @@ def _let_be(modules: Iterable[nn.Module], absent: Collection[int]) -> None:
 
 def _nothing(*_: object) -> None:
     pass
+
+
+class _Calls:
+    """Which blocks of a run a forward of `module` has called: one that runs twice, or not at all, is like no other.
+
+    Args:
+        number: of blocks in the run.
+    """
+
+    def __init__(self, module: nn.Module, number: int) -> None:
+        self._number = number
+        self._seen: set[int] = set()
+        module.register_forward_pre_hook(lambda *_: self._seen.clear(), prepend=True)
+        module.register_forward_hook(self._end)
+
+    def count(self, block: nn.Module, *_: Any) -> None:
+        """Raises NotShortened at the second call; what a backward runs again is none."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if id(block) in self._seen:
+            raise NotShortened(f"a forward calls a {type(block).__name__} twice")
+        self._seen.add(id(block))
+
+    def _end(self, module: nn.Module, *_: Any) -> None:
+        """NotShortened where the forward has come to its end, as on one process, and left out blocks of the run."""
+        if self._seen and len(self._seen) < self._number and torch._C._current_graph_task_id() == -1:
+            raise NotShortened(f"a forward of {type(module).__name__} leaves out blocks")
+
+    def counted(self, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call it, and count that."""
+        self.count(block)
+        return call(*args, **kwargs)
 
 
 class _Shape:
@@ -169,8 +207,11 @@ def follow_blocks(spread: Spread, blocks: Sequence[str], begin: Callable[[str, s
 
 
 class _Turn:
+    """Which forward goes on, and the last output whose backward is followed: (the tensor, what forgets it, whose)."""
+
     def __init__(self) -> None:
         self.number = -1
+        self.last: tuple[weakref.ref[torch.Tensor], Any, str] | None = None
 
     def reset(self) -> None:
         self.number = -1
@@ -186,11 +227,22 @@ def _follow(member: nn.Module, name: str, turn: _Turn, begin: Callable[[str, str
     def after(module: nn.Module, arguments: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
-        number = turn.number
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: begin("backward", name, number))
-                return
+        number, leaves = turn.number, pytree.tree_leaves(output)
+        made = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
+        if made is None:
+            return
+        names = [name]
+        if root and turn.last is not None and turn.last[0]() is made:
+            # The model, or its stage, ends with a block: its own backward begins before the block's.
+            _, handle, block = turn.last
+            handle.remove()
+            names.append(block)
+
+        def enter(_: torch.Tensor) -> None:
+            for one in names:
+                begin("backward", one, number)
+
+        turn.last = weakref.ref(made), made.register_hook(enter), name
 
     member.register_forward_pre_hook(before, prepend=True)
     member.register_forward_hook(after)

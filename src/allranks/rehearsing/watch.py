@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from allranks.losses import ChunkedHead
 from allranks.parallel.functional_calls import NAMESPACE, Call, stands_for
-from allranks.parallel.seen_collectives import DEVICE_OF, collective_name, received_bytes
+from allranks.parallel.seen_collectives import DEVICE_OF, collective_name, moved_bytes
 from allranks.parallel.spread import Spread
 from allranks.profiling.fakes import needs_values, run_kernel
 from allranks.profiling.kernels import count_flops
@@ -164,8 +164,7 @@ class Watch(TorchDispatchMode):
         now, (short, group, args) = self._ledger.now, call
         if now is None or group.group_name in self._ignored:
             return
-        moved = 0 if short == "barrier" else received_bytes(short, group, args)
-        num_bytes = sent_bytes(args) if short == "send" else moved
+        num_bytes = 0 if short == "barrier" else moved_bytes(short, group, args)
         line = line_that_asked()
         once, uneven = "parallel/replica_twin.py" in line, "parallel/gather.py" in line
         own = short in EXCHANGES and is_users(line)
@@ -207,8 +206,3 @@ def _key(tensor: torch.Tensor) -> int:
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor) and not leaf.is_meta]
-
-
-def sent_bytes(args: Sequence[Any]) -> int:
-    """Of a send."""
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(args[0]) if isinstance(leaf, torch.Tensor))

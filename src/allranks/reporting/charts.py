@@ -21,6 +21,7 @@ class Panel:
         series: name -> its points (x, y).
         ideal: what nothing is above, dashed; () for none.
         percent: whether y is a fraction that is shown in percent.
+        doubling: whether each doubling of x is as wide as any other.
     """
 
     title: str
@@ -29,6 +30,7 @@ class Panel:
     series: Mapping[str, Points]
     ideal: Points = ()
     percent: bool = False
+    doubling: bool = False
 
 
 def draw(title: str, panels: Sequence[Panel]) -> Any:
@@ -48,8 +50,9 @@ def draw(title: str, panels: Sequence[Panel]) -> Any:
             _add(figure, column, points, mode="lines+markers", line=line, name=name, legendgroup=name, showlegend=shown)
             legend.add(name)
         ticks = sorted({x for points in panel.series.values() for x, _ in points})
-        figure.update_xaxes(title_text=panel.x, tickvals=ticks, col=column)
-        form = ".0%" if panel.percent else None
+        scale = "log" if panel.doubling else "linear"
+        figure.update_xaxes(title_text=panel.x, tickvals=ticks, type=scale, col=column)
+        form = ".3~%" if panel.percent else None  # as many digits as tell ticks apart
         figure.update_yaxes(title_text=panel.y, tickformat=form, rangemode="tozero", col=column)
     figure.update_layout(
         title=title,

@@ -14,6 +14,7 @@ def render_simulation_page(found: Simulation, command: str = "") -> str:
         "share of the time that is not training",
         {"simulated": [(float(f"{every_of(one) / 60:.2g}"), 1 - one.goodput.mean) for one in found.intervals]},
         percent=True,
+        doubling=True,
     )
     spares = Panel(
         "Lost over spare nodes",

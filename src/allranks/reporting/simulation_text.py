@@ -147,7 +147,8 @@ def say_interval(found: Simulation) -> str:
             return "  Nothing fails: no save is needed (Young and Daly: infinite)"
         return "  A save costs training nothing: the shortest interval is the best (Young and Daly: 0)"
     formulas = f"Young {format_seconds(found.young_seconds)}, Daly {format_seconds(found.daly_seconds)}"
-    return f"  By formula: {formulas}; by simulation {format_seconds(found.best_every_seconds)}"
+    alone = ", which know of one kind of copy alone" if len(found.chosen.operation.tiers) > 1 else ""
+    return f"  By formula: {formulas}{alone}; by simulation {format_seconds(found.best_every_seconds)}"
 
 
 def _spares(found: Simulation) -> Table:

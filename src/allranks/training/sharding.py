@@ -30,7 +30,7 @@ class Row:
 
     Attributes:
         phase, what, unit: as in Deed.
-        bytes_per_rank: that rank 0 receives (of a "drop": frees).
+        bytes_per_rank: that rank 0 receives (of a "send": sends, of a "drop": frees).
         bytes_total: that all ranks receive together; None where their steps are unlike (stages of a pipeline).
     """
 
