@@ -222,6 +222,18 @@ def test_blocks_that_are_left_out_have_their_buckets_where_they_are_computed() -
 
 
 @pytest.mark.full
+def test_a_shards_stage_ends_with_the_backward_of_its_last_block() -> None:
+    """Not with that of what is around the blocks, which begins at the same tensor."""
+    told = rehearsed(Tokens(layers=4), "pp=2,dp_shard=2", 4, "train.micro_steps=4")
+    backward = [moment for moment in told.moments if moment.phase == "backward"]
+    for place, moment in enumerate(backward):
+        if (moment.what, moment.unit) == ("drop", "layers.1"):
+            before = backward[place - 1]
+            assert (before.what, before.unit) == ("compute", "layers.1") and before.highest_bytes > before.live_bytes
+    assert sum((moment.what, moment.unit) == ("drop", "layers.1") for moment in backward) == 4
+    assert {moment.unit for moment in told.moments if moment.highest_bytes == told.peak_bytes} <= {"layers.1"}
+
+
 @pytest.mark.parametrize(("rank", "block"), [(0, "layers.1"), (1, "layers.3")])
 def test_between_stages_what_is_sent_counts_and_no_pass_is_an_update(rank: int, block: str) -> None:
     told = rehearsed(Tokens(layers=4), "pp=2", 2, "train.micro_steps=4", rank=rank)

@@ -83,6 +83,7 @@ class StepRecord:
         self._blocks = frozenset(blocks)
         self._block = ""  # that runs, or whose backward does
         self._outside = False  # a block has ended: what is computed next is of the rest
+        self._begun = ""  # the unit of FSDP whose backward has begun, while nothing is computed in it yet
         self._running: list[str] = []  # FSDP's units whose forwards are under way, each within the one before
         self._backward_seen = False
         self._buckets = 0
@@ -155,6 +156,7 @@ class StepRecord:
 
     def _computes_around(self) -> None:
         """Something is computed; by no unit of FSDP, where one has ended in a forward, or by the loss's backward."""
+        self._begun = self._begun if self._context is not None else ""
         if self._context is None and (in_backward() or self._outside) and not self._backward_seen:
             self._outside, last = False, self._deeds[-1] if self._deeds else None
             if in_backward() or last is None or (last.what, last.unit) != ("compute", REST):
@@ -203,12 +205,16 @@ class StepRecord:
                 self._note("drop", unit, gathered_bytes(group))
             to_sharded()
 
+        preparing = self._inside(pre_backward, "gather", unit)
+
         def before(*args: Any) -> None:
             first = group._training_state.name != "PRE_BACKWARD"
-            pre_backward(*args)
-            if first:
-                self._block = "" if unit == REST else unit
-                self._note("compute", unit)
+            preparing(*args)
+            # A stage of a pipeline that ends with a block begins the backwards of both at once: the block's goes on.
+            now = self._begun if unit == REST and self._begun else unit
+            if first and (now == unit or self._deeds[-1].what != "compute"):
+                self._block, self._begun = "" if now == REST else now, now
+                self._note("compute", now)
 
         group.unshard, group.pre_forward = (self._inside(one, "gather", unit) for one in (unshard, pre_forward))
         group.post_backward = self._inside(post_backward, "reduce", unit)
