@@ -91,3 +91,14 @@ def test_moments_as_text_and_picture() -> None:
     words = "".join(picture.itertext()).replace("\xa0", " ")
     for part in ("layers.1 x 7", "one step of rank 0", "500 B", "600 B", "compute", "a activations"):
         assert part in words
+
+
+def test_a_row_of_moments_is_one_line() -> None:
+    """What experts exchange in blocks that stand for others has a long name, and its bar is whole."""
+    one = rank()
+    longest = replace(
+        one.moments[-1], what="reduce-scatter", unit="encoder.layers.30 over ep", times=29, num_bytes=146_900_000
+    )
+    text = render_moments(replace(one, moments=(*one.moments, longest)))
+    assert len(text.splitlines()) == len(one.moments) + 4, "a title, headings, the rows, the letters"
+    assert "encoder.layers.30 over ep x 29" in text

@@ -15,6 +15,8 @@ from allranks.units import format_bytes, format_count
 
 WIDTH = 100
 BAR_CELLS = 24
+BESIDE_UNIT = 62 + BAR_CELLS
+"""Columns of a row of moments without its unit."""
 SHOWN = 12
 MOST = "-"
 DRAWN = {
@@ -79,13 +81,13 @@ def render_verdict(told: Rehearsal) -> str:
 def render_moments(rank: RankRehearsal, *, width: int = WIDTH) -> str:
     """One rank's step, stretch by stretch."""
     parts: list[RenderableType] = [Text(f"One step of rank {rank.rank}"), _moments(rank), _legend(rank.moments)]
-    return as_text(parts, max(width, 78 + _widest(rank.moments)))
+    return as_text(parts, max(width, _widest(rank.moments)))
 
 
 def draw_moments(rank: RankRehearsal, *, width: int = WIDTH) -> str:
     """The same as an SVG document."""
     console = Console(
-        file=io.StringIO(), record=True, width=max(width, 78 + _widest(rank.moments)), color_system="truecolor"
+        file=io.StringIO(), record=True, width=max(width, _widest(rank.moments)), color_system="truecolor"
     )
     console.print(_moments(rank))
     console.print(_legend(rank.moments))
@@ -96,11 +98,10 @@ def _moments(rank: RankRehearsal) -> Table:
     table = _table(("phase", "what", "unit", "moves", "in use after", "at most", ""), right=3, last_left=True)
     before = ""
     for moment in rank.moments:
-        times = f" x {moment.times}" if moment.times > 1 else ""
         moves = format_bytes(moment.num_bytes) if moment.num_bytes else ""
         cells = moves, format_bytes(moment.live_bytes), format_bytes(moment.highest_bytes)
         bar = _bar(moment, rank.peak_bytes)
-        table.add_row("" if moment.phase == before else moment.phase, moment.what, moment.unit + times, *cells, bar)
+        table.add_row("" if moment.phase == before else moment.phase, moment.what, _unit(moment), *cells, bar)
         before = moment.phase
     return table
 
@@ -126,8 +127,13 @@ def _legend(moments: Sequence[Moment]) -> Text:
     return legend.append(f"{MOST} at most")
 
 
+def _unit(moment: Moment) -> str:
+    return moment.unit + (f" x {moment.times}" if moment.times > 1 else "")
+
+
 def _widest(moments: Sequence[Moment]) -> int:
-    return max((len(moment.unit) for moment in moments), default=0) + 10
+    """The columns that the table takes: a row that is folded cannot be read."""
+    return BESIDE_UNIT + max((len(_unit(moment)) for moment in moments), default=0)
 
 
 def _ranks(told: Rehearsal) -> Table:
