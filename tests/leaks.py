@@ -13,8 +13,8 @@ import psutil
 GRACE_SECONDS = 3.0  # workers have 2 s to follow their parent
 PR_SET_CHILD_SUBREAPER = 36
 
-# Set at import by a library (scikit-learn, threadpoolctl), not by a test.
-SET_BY_LIBRARIES = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+# Set at import by a library (scikit-learn, threadpoolctl, torch), not by a test.
+SET_BY_LIBRARIES = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"}
 
 CACHES = {
     ".git",

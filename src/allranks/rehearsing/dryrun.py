@@ -155,7 +155,8 @@ def _assembled(asked: _Asked, *, full: bool) -> Iterator[_Assembled]:
         stack.enter_context(launched_as(environment_of(rank, layout.world_size, world.per_node)))
         stack.enter_context(fake_world(rank, layout.world_size, world.backend, asked.crossings.of(rank)))
         stack.enter_context(hurried())
-        stack.enter_context(receiving(ledger))
+        if layout.pp > 1:
+            stack.enter_context(receiving(ledger))
         if few.shallow:
             stack.enter_context(shallow(few.traced))
         if world.on_cuda:

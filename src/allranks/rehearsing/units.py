@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch.distributed.pipelining import stage as torch_stage
-
 from allranks.parallel.spread import Spread
 from allranks.parallel.stage_transport import Sent
 from allranks.parallel.step_record import find_units
@@ -37,6 +35,8 @@ def watch_units(spread: Spread, ledger: Ledger) -> None:
 @contextmanager
 def receiving(ledger: Ledger) -> Iterator[None]:
     """Inside, the ledger knows what stages of a pipeline receive into, by torch's schedules and by ours."""
+    from torch.distributed.pipelining import stage as torch_stage  # brings torch's compiler, which takes a second
+
     with ExitStack() as stack:
         for owner, name in ((torch_stage, "_make_tensor_from_meta"), (Sent, "empty")):
             stack.enter_context(replaced(owner, name, _inside(getattr(owner, name), ledger, *_RECEIVED)))
