@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,7 +135,11 @@ def test_ctrl_c_is_130_where_a_module_that_is_imported_swallows_it(tmp_path: Pat
     (tmp_path / "task.py").write_text(
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
     )
-    assert main(["train", str(tmp_path / "task.py"), "--show"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    try:
+        assert main(["train", str(tmp_path / "task.py"), "--show"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_what_is_nobodys_fault_but_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

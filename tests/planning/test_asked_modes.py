@@ -33,7 +33,7 @@ def test_no_note_of_what_a_plan_weighs() -> None:
 
 def test_every_mode_is_weighed_or_noted() -> None:
     """What changes no figure of any layout here would have to be among the UNWEIGHED."""
-    weighed = {"sharding", "schedule", "recompute", "offload", "compile", "gather", "ddp_hook", "context"}
+    weighed = {"sharding", "schedule", "recompute", "offload", "compile", "gather", "prefetch", "ddp_hook", "context"}
     modes = set(LayoutConfig.model_fields) - {*AXES, "kind", "placement"}
     assert modes == weighed | set(UNWEIGHED)
     changes: dict[str, Any] = {

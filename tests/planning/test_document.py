@@ -100,6 +100,7 @@ _OTHERS: dict[str, dict[str, Any]] = {  # a value that is not the default, with 
     "compile": {"compile": "block"},
     "static_graph": {"static_graph": True},
     "gather": {"gather": "float32"},
+    "prefetch": {"prefetch": 2},
     "ddp_bucket_mb": {"ddp_bucket_mb": 12.5},
     "ddp_hook": {"ddp_hook": "powersgd"},
     "powersgd_rank": {"powersgd_rank": 2},

@@ -19,10 +19,11 @@ pytestmark = pytest.mark.timeout(method="thread")  # its other method takes SIGA
 
 @pytest.fixture(autouse=True)
 def not_under_nohup() -> Iterator[None]:
-    """Whatever this process's parent ignores."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Whatever this process's parent ignores: under nohup SIGHUP, in a shell's background SIGINT."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL), signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, before[0])
+    signal.signal(signal.SIGINT, before[1])
 
 
 @pytest.mark.parametrize(
