@@ -59,8 +59,8 @@ def test_the_keys_are_frozen() -> None:
         "optimizer": "name lr weight_decay momentum beta1 beta2 eps",
         "schedule": "name warmup steps floor",
         "layout": "kind dp_replicate dp_shard tp cp pp ep sharding schedule recompute offload batchnorm compile "
-        "static_graph gather prefetch ddp_bucket_mb ddp_hook powersgd_rank powersgd_start local_sgd outer_lr outer_momentum "
-        "outer_nesterov context placement",
+        "static_graph gather prefetch ddp_bucket_mb ddp_hook powersgd_rank powersgd_start local_sgd outer_lr "
+        "outer_momentum outer_nesterov context placement",
         "data": "workers text skip",
         "evaluate": "every",
         "checkpoint": "every seconds keep keep_every quota_gb failures asynchronous mirror memory_every",
