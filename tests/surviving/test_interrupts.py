@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(method="thread")  # its other method takes SIGA
 
 
 @pytest.fixture(autouse=True)
-def not_under_nohup() -> Iterator[None]:
+def signals_put_back() -> Iterator[None]:
     """Whatever this process's parent ignores: under nohup SIGHUP, in a shell's background SIGINT."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL), signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -154,13 +154,11 @@ def test_what_comes_after_the_run_does_not_change_its_end() -> None:
 
 
 def test_what_a_parent_has_ignored_stays_so() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stopped_before_start():
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    for number, block in ((signal.SIGHUP, stopped_before_start()), (signal.SIGINT, ctrl_c_arrives())):
+        signal.signal(number, signal.SIG_IGN)  # the fixture puts it back
+        with block:
+            assert signal.getsignal(number) == signal.SIG_IGN
+        assert signal.getsignal(number) == signal.SIG_IGN
 
 
 def test_under_nohup_a_closed_terminal_stops_no_run() -> None:
@@ -242,10 +240,3 @@ def test_ctrl_c_at_any_other_time_is_the_programs() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
         time.sleep(2 * AGAIN_SECONDS)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with ctrl_c_arrives():
-            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
