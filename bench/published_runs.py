@@ -14,7 +14,7 @@ from published_models import Row, is_tf32, precision_of, profile_of
 from allranks.cluster import Cluster, Device, Link
 from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
-from allranks.planning.assembly import find_fabric
+from allranks.planning.assembly import find_fabric, nodes_of_rack
 from allranks.planning.catalog import find_device, find_link, tidy
 from allranks.planning.estimate import Cost, estimate_setting
 from allranks.planning.setting import Recompute, Setting
@@ -70,9 +70,14 @@ def _cluster(
         device=device,
         inside=near if inside is None or abs(inside / near.bandwidth - 1) < 0.1 else Link("inside", inside, 3e-6),
         between=Link("network", between or NETWORKS.get(family, far.bandwidth), far.latency_seconds),
-        domain=domain or max(per_node, known.domain if known.domain > known.devices_per_node else per_node),
+        domain=_domain(nodes, per_node, domain or (known.domain if known.domain > known.devices_per_node else 0)),
         host_bandwidth=known.host_bandwidth,
     )
+
+
+def _domain(nodes: int, per_node: int, joined: int) -> int:
+    """Devices of a run that one of its racks joins, which joins so many; a node's where there is none."""
+    return per_node * nodes_of_rack(nodes, joined // per_node) if joined > per_node else joined or per_node
 
 
 def cluster_of(row: Row) -> Cluster:

@@ -23,9 +23,20 @@ def test_a_fabric_is_noted_only_where_it_was_assumed_and_matters() -> None:
     assert build_cluster("mine", 1, 8, found, None).notes == ()
 
 
-@pytest.mark.parametrize(("nodes", "devices", "domain"), [(18, 4, 72), (36, 4, 72), (3, 4, 12), (2, 72, 72)])
+@pytest.mark.parametrize(
+    ("nodes", "devices", "domain"),
+    [(18, 4, 72), (36, 4, 72), (3, 4, 12), (2, 72, 72), (64, 4, 64), (256, 4, 64), (20, 4, 40), (25, 4, 72)],
+)
 def test_a_rack_joins_whole_nodes(nodes: int, devices: int, domain: int) -> None:
     assert domain_of(nodes, devices, find_device("gb200")) == domain
+
+
+def test_racks_that_are_not_full_are_said() -> None:
+    """16 of 18 nodes of each, as such jobs are placed; 25 nodes fill the first rack, since five each waste too much."""
+    (_, note) = build_cluster("mine", 64, 4, find_device("gb200"), None).notes
+    assert note.startswith("64 devices of each rack, because 256 are taken in equal numbers from racks of 72")
+    for nodes in (18, 25, 36, 3):
+        assert not any("rack," in note for note in build_cluster("mine", nodes, 4, find_device("gb200"), None).notes)
 
 
 def test_a_node_is_the_domain_where_there_is_no_rack() -> None:

@@ -5,6 +5,7 @@ from decimal import Decimal
 
 from allranks.cluster import Cluster, Link
 from allranks.errors import ConfigError
+from allranks.even_cut import divisors
 from allranks.planning.catalog import CatalogDevice, fabric_names, find_link, nearest, tidy
 from allranks.planning.cluster_limits import MOST_GBIT
 
@@ -24,6 +25,12 @@ def build_cluster(name: str, nodes: int, devices: int, found: CatalogDevice, fab
             f"all {devices} devices of a node are taken as joined by {found.inside}, because the string says so;"
             f" a vendor's node joins {max(found.devices_per_node, found.domain)}"
         )
+    domain = domain_of(nodes, devices, found)
+    if devices < domain < min(nodes * devices, found.domain // devices * devices):
+        notes.append(
+            f"{domain} devices of each rack, because {nodes * devices} are taken in equal numbers from racks of"
+            f" {found.domain}; otherwise: domain in a cluster file"
+        )
     return Cluster(
         name=name,
         nodes=nodes,
@@ -31,7 +38,7 @@ def build_cluster(name: str, nodes: int, devices: int, found: CatalogDevice, fab
         device=found.device,
         inside=find_link(found.inside),
         between=find_fabric(fabric or found.between),
-        domain=domain_of(nodes, devices, found),
+        domain=domain,
         host_bandwidth=found.host_bandwidth,
         notes=tuple(notes),
     )
@@ -47,11 +54,20 @@ def check_count(nodes: int, devices: int) -> None:
 
 
 def domain_of(nodes: int, devices: int, found: CatalogDevice) -> int:
-    """How many devices `inside` joins: a node's, or as many whole nodes as the vendor's rack has room for."""
+    """How many devices `inside` joins: a node's, or as many whole nodes as come from one of the vendor's racks."""
     if found.domain <= found.devices_per_node:
         return devices
-    whole = max(1, found.domain // devices)
-    return devices * min(nodes, whole)
+    return devices * nodes_of_rack(nodes, max(1, found.domain // devices))
+
+
+def nodes_of_rack(nodes: int, room: int) -> int:
+    """How many of so many nodes are in each rack, which has room for so many: as many in one as in another, where that
+    leaves no rack more than half empty, as schedulers place jobs (Slurm's `--segment`); else racks are full.
+    """
+    if nodes <= room:
+        return nodes
+    equal = max(each for each in divisors(nodes) if each <= room)
+    return equal if 2 * equal >= room else room
 
 
 def find_fabric(text: str) -> Link:
