@@ -39,7 +39,8 @@ def test_nodes_are_those_of_the_group_that_is_spread_the_most() -> None:
     outer, inner = place_axes(Layout(pp=4, tp=8), 8)
     assert (outer.num_nodes, inner.num_nodes) == (4, 1)
     # Rank 0's group is on one node, the one behind it on two.
-    assert place_axes(Layout(dp_shard=3, tp=8), 12)[1].num_nodes == 2
+    straddling = place_axes(Layout(dp_shard=3, tp=8), 12)[1]
+    assert (straddling.num_nodes, straddling.ranks) == (2, tuple(range(8, 16)))
 
 
 def test_all_nodes_of_a_small_cluster_are_shown() -> None:

@@ -20,8 +20,8 @@ class Axis:
 
     Attributes:
         degree: ranks of a group; num_groups: of them.
-        ranks: of the group that rank 0 is in, in order.
-        num_nodes: over which a group is spread, that over the most.
+        ranks: of the group that is spread over the most nodes, the first of those, in order.
+        num_nodes: over which that one is spread.
     """
 
     name: str
@@ -64,12 +64,15 @@ def place_axes(layout: Layout, devices_per_node: int) -> tuple[Axis, ...]:
 def _axis(name: str, degree: int, step: int, world_size: int, devices_per_node: int) -> Axis:
     """The axis along which neighbours are `step` ranks apart."""
     firsts = (rank for rank in range(world_size) if rank // step % degree == 0)
-    most = max(len({(first + step * place) // devices_per_node for place in range(degree)}) for first in firsts)
-    return Axis(name, degree, world_size // degree, tuple(range(0, degree * step, step)), most)
+    groups = (range(first, first + degree * step, step) for first in firsts)
+    num_nodes, ranks = max(
+        ((len({rank // devices_per_node for rank in ranks}), ranks) for ranks in groups), key=lambda pair: pair[0]
+    )
+    return Axis(name, degree, world_size // degree, tuple(ranks), num_nodes)
 
 
 def show_nodes(axis: Axis, world_size: int, num_nodes: int, devices_per_node: int) -> tuple[Node, ...]:
-    """All nodes where they have at most 64 devices together; else the first ones that rank 0's group is on."""
+    """All nodes where they have at most 64 devices together; else the first ones that the axis's group is on."""
     room = max(1, MOST_DEVICES // devices_per_node)
     numbers = list(range(num_nodes))
     if num_nodes > room:
