@@ -167,3 +167,35 @@ def test_the_mesh_puts_tp_innermost() -> None:
     axes = axes_of(WHERE, setting(tp=4, cp=2, dp=8, pp=1, shard=16, zero=3))
     assert (axes.tensor.crosses, axes.context.crosses, axes.data.crosses) == (False, False, True)
     assert (axes.tensor.size, axes.context.size, axes.data.size, axes.data.near) == (4, 2, 16, 2)
+
+
+def test_groups_that_straddle_nodes_are_between_them() -> None:
+    """On three nodes of eight every axis of six or three leaves a node somewhere, though rank 0's group does not."""
+    three = cluster(nodes=3)
+    axes = axes_of(three, setting(cp=6, dp=4, shard=24, zero=3))
+    assert (axes.context.near, axes.context.link.name, axes.shard.near) == (2, "between", 8)
+    axes = axes_of(three, setting(dp=24, shard=6, zero=3))
+    assert (axes.shard.near, axes.shard.link.name, axes.copies.near) == (2, "between", 1)
+    axes = axes_of(three, setting(tp=3, pp=2, dp=4))
+    assert (axes.tensor.near, axes.data.crosses, axes.pipeline.crosses) == (1, True, True)
+    alone = axes_of(three, setting(cp=6))  # no other group is there
+    assert (alone.context.near, alone.context.crosses) == (6, False)
+
+
+def test_an_optimizers_rows_are_shared_by_ranks_with_the_same_positions() -> None:
+    """cp's are in between (parallel/optimizer_shard.py); parameters that FSDP shards are theirs, too."""
+    rows = axes_of(WHERE, setting(Mechanisms(reduces_to_all=True), cp=8, dp=8, shard=8, zero=1)).shard
+    assert (rows.size, rows.near, rows.crosses) == (8, 1, True)
+    sharded = axes_of(WHERE, setting(cp=8, dp=8, shard=8, zero=3)).shard
+    assert (sharded.size, sharded.crosses) == (8, False)
+
+
+def test_the_same_experts_are_on_every_rank_of_a_sequence() -> None:
+    """parallel/mesh.py: cp=2 next to each other, and of eight data-parallel ranks every fourth: {0, 1, 8, 9}."""
+    how = Mechanisms(experts_apart=True)
+    axes = axes_of(WHERE, setting(how, cp=2, dp=32, ep=4, shard=16, zero=3))
+    assert (axes.twins.size, axes.twins.near, axes.twins.domains) == (4, 2, 2)
+    assert (axes.twin_copies.size, axes.twin_copies.near) == (4, 1)
+    apart = axes_of(WHERE, setting(how, cp=2, dp=32, ep=4, shard=4, zero=3))  # every rank of a copy has others
+    assert (apart.twins.size, apart.twins.crosses) == (2, False)
+    assert (apart.twin_copies.size, apart.twin_copies.near) == (8, 1)

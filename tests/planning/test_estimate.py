@@ -95,7 +95,7 @@ def test_data_parallel_seconds_are_those_of_its_collective() -> None:
     profile = decoder(hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32768, seq=128)
     got = estimate(profile, toy, choose(16, 1, dp_replicate=16))
     (row,) = got.traffic
-    group = group_of(toy, constants_of(toy.device), 16, 1)
+    group = group_of(toy, constants_of(toy.device), 16, ((16, 1),))
     assert row.seconds == pytest.approx(all_reduce_seconds(group, 4.0 * profile.parameters))
     assert (row.axis, row.link) == ("dp", "between")
     assert got.time.data == pytest.approx(row.seconds - row.hidden_seconds)
@@ -118,6 +118,17 @@ def test_under_hsdp_each_link_has_its_own_traffic() -> None:
     assert copies.sent_bytes == pytest.approx(2 * 4 * LLAMA.parameters / 8), "once a step of two micro-steps"
     assert shared.sent_bytes > 4 * copies.sent_bytes > 0
     assert got.time.data == pytest.approx(sum(row.seconds - row.hidden_seconds for row in got.traffic))
+
+
+def test_a_ring_that_straddles_nodes_takes_the_network() -> None:
+    """cp=6 on nodes of eight: {6-11} has two ranks in the first node; it was planned as if all were in one."""
+    (row,) = [
+        row for row in estimate(LLAMA, cluster(nodes=3), choose(24, 1, dp_shard=4, cp=6)).traffic if row.axis == "cp"
+    ]
+    (aligned,) = [
+        row for row in estimate(LLAMA, cluster(nodes=3), choose(24, 1, dp_shard=3, cp=8)).traffic if row.axis == "cp"
+    ]
+    assert (row.link, aligned.link) == ("between", "inside") and row.seconds > 3 * aligned.seconds
 
 
 def test_what_experts_copies_move_has_a_row_of_its_own() -> None:

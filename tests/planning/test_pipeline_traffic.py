@@ -47,6 +47,17 @@ def test_each_link_has_its_own_row() -> None:
     assert list(far_apart) == ["between"]
 
 
+def test_stages_that_straddle_nodes_send_over_both_links() -> None:
+    """Four stages of six ranks on three nodes: rank 0 sends to 6 beside it and rank 2 to 8 on the next node."""
+    rows = pp_rows(of(4, nodes=3, dp_replicate=6))
+    assert (rows["inside"].count, rows["between"].count) == (6, 2 * 6)
+    setting = Setting(64, 1, dp=6, pp=2)
+    assert messages_by_link(setting, 8) == (1, 1)
+    there = cluster(nodes=3)
+    crossing, inside = (hop_seconds(PROFILE, one, axes_of(there, one)) for one in (setting, Setting(64, 1, dp=4, pp=2)))
+    assert crossing > 5 * inside
+
+
 def test_what_is_waited_for_is_the_steps_time() -> None:
     found = of(4, nodes=4, devices=1)
     (row,) = pp_rows(found).values()

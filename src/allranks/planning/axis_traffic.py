@@ -48,24 +48,28 @@ class Axes:
 
 def axes_of(cluster: Cluster, setting: Setting) -> Axes:
     """tp innermost, then cp, then data, pp outermost: the order of the mesh (and of Megatron-LM, 2104.04473)."""
-    constants = constants_of(cluster.device)
-    inner, data, shard = setting.tp * setting.cp, setting.dp * setting.cp, max(1, setting.shard)
-    twins = int(setting.expert_shards) if setting.experts_apart else max(1, data // setting.ep)
+    constants, world = constants_of(cluster.device), setting.world_size
+    tp, cp, ep, inner = setting.tp, setting.cp, setting.ep, setting.tp * setting.cp
+    data, shard = setting.dp * cp, max(1, setting.shard)
+    twins = int(setting.expert_shards) if setting.experts_apart else max(1, data // ep)
+    # Those who hold the same experts: the ranks of a sequence, and of the data-parallel ones every ep-th.
+    apart = max(1, twins // cp)
 
-    def group(size: int, stride: int) -> Group:
-        return group_of(cluster, constants, size, stride)
+    def group(*steps: tuple[int, int]) -> Group:
+        return group_of(cluster, constants, world, steps)
 
     return Axes(
         machine=Machine(cluster.device, constants),
-        tensor=group(setting.tp, 1),
-        context=group(setting.cp, setting.tp),
-        expert=group(setting.ep, 1 if setting.mechanisms.experts_inside_tensor else inner),
-        data=group(data, setting.tp),
-        shard=group(shard, setting.tp),
-        copies=group(max(1, data // shard), shard * setting.tp),
-        twins=group(twins, setting.ep * setting.tp),
-        twin_copies=group(max(1, data // (setting.ep * twins)), shard * setting.tp),
-        pipeline=group(setting.pp, inner * setting.dp),
+        tensor=group((tp, 1)),
+        context=group((cp, tp)),
+        expert=group((ep, 1 if setting.mechanisms.experts_inside_tensor else inner)),
+        data=group((data, tp)),
+        # An optimizer's rows are not shared out among the ranks of a sequence (parallel/optimizer_shard.py).
+        shard=group((shard, inner if setting.mechanisms.reduces_to_all else tp)),
+        copies=group((max(1, data // shard), shard * tp)),
+        twins=group((twins // apart, tp), (apart, ep * inner)),
+        twin_copies=group((max(1, data // (ep * twins)), apart * ep * inner)),
+        pipeline=group((setting.pp, inner * setting.dp)),
     )
 
 
@@ -274,5 +278,5 @@ def _distinct_share(block: Block, setting: Setting, group: Group) -> float:
     chosen = _choices(block)
     if not setting.mechanisms.sends_once or not group.crosses or chosen == 1:
         return 1.0
-    nodes = group.size / group.near
+    nodes = group.domains
     return nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen

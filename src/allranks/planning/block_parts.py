@@ -33,7 +33,7 @@ def parts_of(profile: ModelProfile, cluster: Cluster, setting: Setting) -> Parts
     # Profiles and clusters are held by what is kept, so their ids are not given to others.
     of_work = (
         id(profile), id(cluster), setting.tp, setting.cp, setting.ep, setting.micro_batch, setting.precision,
-        setting.ring, setting.frozen, setting.mechanisms, setting.cuts_positions,
+        setting.ring, setting.frozen, setting.mechanisms, setting.cuts_positions, setting.world_size,
     )  # fmt: skip
     key = (of_work, setting.recompute, setting.dp, setting.pp, setting.shard)
     found = _CACHE.get(key)

@@ -212,13 +212,12 @@ def _cost(
     known = parts.cluster.device.measured or machine.constants.family != ""
     spread = spread_of(time, parts.profile, setting, known, host)
     peak = machine.peak("bfloat16" if setting.precision in ("float8", "float4") else setting.precision)
-    devices = setting.dp * setting.tp * setting.cp * setting.pp
     return Cost(
         room=room,
         time=time,
         step_seconds=Span(seconds / spread, seconds, seconds * spread),
         traffic=traffic,
-        mfu=3 * parts.profile.flops * setting.global_batch / (seconds * devices * peak) if seconds else 0.0,
+        mfu=3 * parts.profile.flops * setting.global_batch / (seconds * setting.world_size * peak) if seconds else 0.0,
     )
 
 

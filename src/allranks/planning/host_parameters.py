@@ -50,7 +50,7 @@ def host_cost(cluster: Cluster, setting: Setting, every: Parameters) -> HostCost
     shard, experts = max(1, setting.shard), 0.0 if setting.experts_whole else 1 / setting.expert_shards
     held = every.dense / shard + every.expert * experts
     trained = every.trained / shard + every.trained_expert * experts
-    on_node = trained * min(cluster.devices_per_node, setting.dp * setting.tp * setting.cp * setting.pp)
+    on_node = trained * min(cluster.devices_per_node, setting.world_size)
     additions = setting.micro_steps - 1 if how.reduces_every_micro_step else 0
     return HostCost(
         kept_bytes=held * how.weight_bytes + trained * (how.gradient_bytes + how.optimizer_bytes),

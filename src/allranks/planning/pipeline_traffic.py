@@ -80,15 +80,21 @@ def received_bytes(profile: ModelProfile, setting: Setting, rank: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _messages(stride: int, pp: int, chunks: int, two_sided: bool, domain: int) -> tuple[int, int]:
-    """The same of ranks that lie `stride` apart. Arithmetic: a count of the borders between stages that each has."""
-    sent = [[0, 0] for _ in range(pp)]
-    for stage in range(pp * chunks - 1):
-        here, there = (_rank_of(at, pp, two_sided) for at in (stage, stage + 1))
-        if here != there:
-            crosses = here * stride // domain != there * stride // domain
-            sent[here][crosses] += 1
-            sent[there][crosses] += 1
-    return max(inside for inside, _ in sent), max(between for _, between in sent)
+    """The same of ranks that lie `stride` apart. Arithmetic: a count of the borders between stages that each has, in
+    every pipeline; those of the first rank do for all where each step is over a border, or borders lie between steps.
+    """
+    most_inside = most_between = 0
+    for first in range(1 if stride >= domain or domain % stride == 0 else stride):
+        sent = [[0, 0] for _ in range(pp)]
+        for stage in range(pp * chunks - 1):
+            here, there = (_rank_of(at, pp, two_sided) for at in (stage, stage + 1))
+            if here != there:
+                crosses = (first + here * stride) // domain != (first + there * stride) // domain
+                sent[here][crosses] += 1
+                sent[there][crosses] += 1
+        most_inside = max(most_inside, *(inside for inside, _ in sent))
+        most_between = max(most_between, *(between for _, between in sent))
+    return most_inside, most_between
 
 
 def _rank_of(stage: int, pp: int, two_sided: bool) -> int:

@@ -56,6 +56,11 @@ class Setting:
         return max(1, -(-self.global_batch // (self.dp * self.micro_batch)))
 
     @property
+    def world_size(self) -> int:
+        """Ranks of the whole run, of which ep is no factor (parallel/mesh.py)."""
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
     def lowered(self) -> bool:
         """Whether products are in 16 bits or fewer."""
         return self.precision not in ("float32", "float64")
