@@ -143,6 +143,24 @@ def test_why_no_longer_samples_are_possible() -> None:
     assert plan.seq == 4096 and note.startswith("4096 positions are the most (in steps of 1024), because 5120 are ref")
 
 
+@pytest.mark.parametrize("context", ["ulysses", "ring"])
+def test_the_longest_samples_that_a_written_cp_cuts(context: str) -> None:
+    """3 does not divide 1024 positions, which were said to be too long."""
+    step = 3 * 1024
+    layout = parse_layout("dp_shard=2,cp=3").model_copy(update={"context": context})
+    plan = plan_seq(ask("gpt2", "1x6:h100", batch=12, layout=layout))
+    assert plan.best is not None and plan.seq >= step and plan.seq % step == 0
+    (note,) = (note for note in plan.notes if "positions are the most" in note)
+    assert note.startswith(f"{plan.seq} positions are the most (in steps of {step}), because at {plan.seq + step} it ")
+
+
+def test_samples_that_are_refused_are_not_called_too_long() -> None:
+    plan = plan_seq(ask("llama3-8b", "1x6:h100", batch=6, layout=parse_layout("dp_shard=2,tp=3")))
+    (note,) = (note for note in plan.notes if "1024 positions" in note)
+    assert plan.leading is None
+    assert note.startswith("samples of 1024 positions are refused, and no longer ones are looked at: tp=3 does not div")
+
+
 def test_where_not_even_short_samples_fit() -> None:
     plan = plan_seq(ask("llama3-405b", "1x2:a100-80g", batch=8))
     assert plan.best is None and plan.seq == 1024

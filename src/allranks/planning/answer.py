@@ -1,5 +1,6 @@
 """A Question into a Plan: search, the plain families, what-ifs, the bill; and how many devices or positions do."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -220,19 +221,30 @@ def _why_not_enough(question: Question) -> tuple[float | None, str] | None:
 
 
 def plan_seq(question: Question) -> Plan:
-    """The plan of the longest samples that fit, in steps of 1024 positions; of the shortest where none does."""
-    longest = largest(lambda length: _fits(question.of_length(length)), SEQ_STEP, SEQ_MOST)
+    """The plan of the longest samples that fit, in steps of 1024 positions, or of as many times that as the written
+    layout can cut; of the shortest where none does.
+
+    Raises LayoutError where the written layout does not fit the cluster.
+    """
+    step = math.lcm(SEQ_STEP, question.parts_of_sequence())
+    longest = largest(lambda length: _fits(question.of_length(length)), step, SEQ_MOST)
     if longest == 0:
-        note = f"samples of {SEQ_STEP} positions do not fit{_unchecked(question)}, and no longer ones"
-        shortest = question.of_length(SEQ_STEP)
-        return make_plan(replace(shortest, notes=(*shortest.notes, note)))
-    note = f"{longest} positions are the most (in steps of {SEQ_STEP}), because {_why_no_longer(question, longest)}"
+        shortest = question.of_length(step)
+        return make_plan(replace(shortest, notes=(*shortest.notes, _why_not_even(shortest, step))))
+    note = f"{longest} positions are the most (in steps of {step}), because {_why_no_longer(question, longest, step)}"
     found = question.of_length(longest)
     return make_plan(replace(found, notes=(*found.notes, note)))
 
 
-def _why_no_longer(question: Question, longest: int) -> str:
-    beyond = longest + SEQ_STEP
+def _why_not_even(shortest: Question, step: int) -> str:
+    found = Search(shortest.space()).run()
+    if found.nearest is None:
+        return f"samples of {step} positions are refused, and no longer ones are looked at: {_first_refusal(found)}"
+    return f"samples of {step} positions do not fit{_unchecked(shortest)}, and no longer ones"
+
+
+def _why_no_longer(question: Question, longest: int, step: int) -> str:
+    beyond = longest + step
     if beyond > SEQ_MOST:
         return "no longer ones are looked at"
     found = Search(question.of_length(beyond).space()).run()

@@ -14,6 +14,7 @@ from allranks.model_profile import ModelProfile
 from allranks.plan import Choice
 from allranks.planning.choices import Space
 from allranks.planning.dry_run import DryRun
+from allranks.planning.rules import parts_of_sequence
 from allranks.upkeep import Upkeep
 
 MakeProfile = Callable[[int | None, str], ModelProfile]
@@ -116,6 +117,15 @@ class Question:
             tokens = f"about {TOKENS_PER_STEP / 1e6:.1f}M tokens a step would be {batch} of {seq} each"
             batch, note = least, f"global batch {least}, because the layout takes no less; {tokens}"
         return replace(self, global_batch=batch, notes=(*self.notes, note))
+
+    def parts_of_sequence(self) -> int:
+        """Into how many equal parts the written layout cuts a sample; 1 where none is written.
+
+        Raises LayoutError where it does not fit the cluster.
+        """
+        if self.layout is None:
+            return 1
+        return parts_of_sequence(Layout.resolve(self.layout, self.cluster.num_devices, self.cluster.nodes))
 
     def _least_batch(self) -> int:
         """Samples of a step with which the written layout leaves no rank idle and fills its pipeline; else 1."""

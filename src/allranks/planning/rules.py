@@ -99,6 +99,11 @@ def tensor(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal |
     return None
 
 
+def parts_of_sequence(layout: Layout) -> int:
+    """Into how many equal parts cp cuts a sequence: one for each rank, or two of a ring (parallel/ring.py)."""
+    return layout.cp * (2 if layout.cp > 1 and layout.context == "ring" else 1)
+
+
 def context(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
     """cp cuts sequences into equal parts; ulysses shares a rank's heads, ring gives each rank two chunks."""
     layout, cp = choice.layout, choice.layout.cp
@@ -112,7 +117,7 @@ def context(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal 
         return Refusal("context", f"batchnorm={layout.batchnorm}", because)
     if profile.coupled:
         return Refusal("context", "cp", "the loss couples samples, and cp gives each rank other positions of them")
-    chunks = cp * (2 if layout.context == "ring" else 1)
+    chunks = parts_of_sequence(layout)
     if profile.seq % chunks:
         what = f"2 * cp({cp}) = {chunks}" if layout.context == "ring" else f"cp={cp}"
         below = profile.seq // chunks * chunks
