@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from allranks.cli.simulating import STORAGE_PER_NODE, answer, costs_of, operation_of, simulation_of
+from allranks.cli.simulating import STORAGE_PER_DEVICE, answer, costs_of, operation_of, simulation_of
 from allranks.errors import ConfigError
 from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.failure_rates import NAMED, find_failures
@@ -62,7 +62,7 @@ def test_what_the_user_gives_comes_before_the_plan() -> None:
     costs = costs_of(request, find_cluster(CLUSTER))
 
     assert (costs.step_seconds, costs.save_seconds, costs.load_seconds) == (7.0, 2.0, 0.0)
-    assert costs.write_seconds == pytest.approx(101.6e9 * 12 / (8 * STORAGE_PER_NODE), rel=0.01)
+    assert costs.write_seconds == pytest.approx(101.6e9 * 12 / (64 * STORAGE_PER_DEVICE), rel=0.01)
 
 
 @pytest.mark.full
@@ -72,6 +72,22 @@ def test_the_clusters_own_storage_comes_before_llama_3s() -> None:
     assert costs.write_seconds == pytest.approx(101.6e9 * 12 / 16e9, rel=0.01)
     assert any("16.0 GB/s, because" in note and "storage_gb_per_s" in note for note in costs.notes), costs.notes
     assert costs_of(replace(request, storage=10.0), cluster).write_seconds == pytest.approx(101.6e9 * 1.2e-9, rel=0.01)
+
+
+def test_what_is_taken_from_llama_3_goes_by_devices_and_not_by_nodes() -> None:
+    """As many GPUs in small nodes fail as often, and have as much storage."""
+    whole, *small = (
+        simulation_of(SimulationRequest(f"{nodes}:h100", days=54, every="10min", runs=1))
+        for nodes in ("2048x8", "4096x4", "16384x1")
+    )
+    for found in small:
+        nodes = found.chosen.operation.nodes
+        assert found.failures.per_second(nodes) == pytest.approx(whole.failures.per_second(2048))
+        assert any(f"a node of {16384 // nodes} fails" in note for note in found.notes), found.notes
+    assert not any("times as often" in note for note in whole.notes)
+    one, other = (find_cluster(name) for name in ("8x8:a100-80g", "64x1:a100-80g"))
+    request = SimulationRequest(CLUSTER, ("gpt2",), layout="ddp", global_batch=64)
+    assert costs_of(request, one).write_seconds == pytest.approx(costs_of(request, other).write_seconds)
 
 
 @pytest.mark.full
@@ -133,7 +149,7 @@ def test_of_the_counts_the_one_that_is_wrong_is_named(given: dict[str, Any], sai
 )
 def test_why_an_interval_is_chosen_is_true(given: dict[str, Any], said: str) -> None:
     request, cluster = SimulationRequest(CLUSTER, **{"failures": "1000", **given}), find_cluster(CLUSTER)
-    model, _ = find_failures(request.failures)
+    model, _ = find_failures(request.failures, 8)
     _, notes = operation_of(request, cluster, costs_of(request, cluster), model)
     assert notes[-1].startswith("a checkpoint every ") and notes[-1].endswith(said), notes
 

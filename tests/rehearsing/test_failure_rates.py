@@ -35,8 +35,26 @@ def test_llama3_is_the_419_interruptions_of_its_paper() -> None:
     assert {part.scope for part in model.components} == {Scope.PROCESS, Scope.NODE, Scope.RACK}
 
 
+@pytest.mark.parametrize(("devices", "rack_nodes"), [(1, 16), (4, 4), (8, 2), (72, 1)])
+def test_a_device_of_a_named_rate_fails_as_often_whatever_its_node_holds(devices: int, rack_nodes: int) -> None:
+    for name, named in NAMED.items():
+        model, (_, *said) = find_failures(name, devices)
+        assert model.per_1000_node_days / devices == pytest.approx(named.per_1000_node_days / 8)
+        assert [bool(said), model == named] == [devices != 8, devices == 8]
+    model, notes = find_failures("llama3", devices)
+    assert model.rack_nodes == rack_nodes
+    assert devices == 8 or f"a node of {devices} fails {devices / 8:g} times as often as one of 8" in notes[1]
+
+
+def test_what_a_user_says_is_of_his_own_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(FILE)
+    for text in ("4.2", str(path)):
+        assert find_failures(text, 1) == find_failures(text, 8)
+
+
 def test_a_number_is_failures_of_nodes_and_says_what_is_assumed() -> None:
-    model, notes = find_failures("4.2")
+    model, notes = find_failures("4.2", 8)
 
     assert model.per_1000_node_days == 4.2
     assert "assumed" in notes[0]
@@ -45,7 +63,7 @@ def test_a_number_is_failures_of_nodes_and_says_what_is_assumed() -> None:
 def test_a_file_says_everything_itself(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(FILE)
-    model, notes = find_failures(str(path))
+    model, notes = find_failures(str(path), 8)
 
     assert notes == ()
     assert (model.name, model.source, model.rack_nodes) == ("ours", "our own log of 2026", 4)
@@ -70,7 +88,7 @@ scope = "process"
 [stragglers]
 per_1000_node_days = 1.0
 """)
-    _, (assumed,) = find_failures(str(path))
+    _, (assumed,) = find_failures(str(path), 8)
     assert assumed == (
         "repair_hours = 24 (GPU, switch), rack_nodes = 2, stragglers.slowdown = 0.1, stragglers.hours = 1,"
         f" which is assumed, because {path} does not say"
@@ -101,7 +119,7 @@ burst_hours = 2
 def test_a_file_says_what_takes_rows_and_all_and_what_comes_in_bursts(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(WIDER)
-    model, notes = find_failures(str(path))
+    model, notes = find_failures(str(path), 8)
 
     assert notes == ()
     spine, storage, link = model.components
@@ -110,10 +128,10 @@ def test_a_file_says_what_takes_rows_and_all_and_what_comes_in_bursts(tmp_path: 
     assert (link.burst_failures, link.burst_seconds, storage.burst_failures) == (0.6, 7200, 0)
 
     path.write_text(WIDER.replace("row_nodes = 64", "").replace("burst_hours = 2", ""))
-    _, (assumed,) = find_failures(str(path))
+    _, (assumed,) = find_failures(str(path), 8)
     assert assumed == f"row_nodes = 32, burst_hours = 1 (link), which is assumed, because {path} does not say"
     path.write_text(WIDER.replace("burst_failures = 0.6", ""))
-    _, (idle,) = find_failures(str(path))
+    _, (idle,) = find_failures(str(path), 8)
     assert idle == "burst_hours of link has no effect, because burst_failures is 0"
 
 
@@ -140,7 +158,7 @@ def test_a_rate_that_is_not_its_scopes_and_a_burst_without_end_are_refused(
 def test_what_a_file_says_without_effect_is_said(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(FILE.replace('name = "GPU"', 'name = "bug"\nscope = "process"'))
-    _, (idle,) = find_failures(str(path))
+    _, (idle,) = find_failures(str(path), 8)
     assert idle == "repair_hours of bug has no effect, because what ends a process leaves its node"
 
 
@@ -155,7 +173,7 @@ def test_what_a_file_says_without_effect_is_said(tmp_path: Path) -> None:
 )
 def test_what_is_no_rate_is_one_line(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        find_failures(text)
+        find_failures(text, 8)
 
 
 @pytest.mark.parametrize(

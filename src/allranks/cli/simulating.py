@@ -20,7 +20,7 @@ from allranks.planning.hardware import find_cluster
 from allranks.planning.setting import setting_of
 from allranks.planning.upkeep_cost import state_bytes
 from allranks.rehearsing.expectations import best_interval, enough_spares
-from allranks.rehearsing.failure_rates import find_failures
+from allranks.rehearsing.failure_rates import NODE_DEVICES, find_failures
 from allranks.simulation import DAY, FailureModel, Operation, Scope, Simulation, Tier
 from allranks.simulation_request import SimulationRequest
 from allranks.units import format_bytes, format_seconds
@@ -30,8 +30,9 @@ MOST_DAYS = 3650
 SHORTEST_SECONDS = 1.0
 """Between two saves, where neither a step nor a save takes as long: the shortest interval that is looked at."""
 
-STORAGE_PER_NODE = 2e12 / 7500
-"""Bytes/s that storage takes and gives for each node: 2 TB/s over 7,500 servers (arXiv 2407.21783, section 3.3.1)."""
+STORAGE_PER_DEVICE = 2e12 / 7500 / NODE_DEVICES
+"""Bytes/s that storage takes and gives for each device: 2 TB/s over 7,500 servers (arXiv 2407.21783, section 3.3.1), as
+if each were a node of NODE_DEVICES."""
 
 
 @final
@@ -93,7 +94,7 @@ def simulation_of(request: SimulationRequest) -> Simulation:
     _check_counts(request)
     _check_more_than_nothing(request)
     cluster = find_cluster(request.cluster)
-    model, assumed = find_failures(request.failures)
+    model, assumed = find_failures(request.failures, cluster.devices_per_node)
     costs = costs_of(request, cluster)
     _check_saved_in_time(request, costs)
     operation, notes = operation_of(request, cluster, costs, model)
@@ -195,7 +196,7 @@ def _storage(given: float | None, cluster: Cluster) -> tuple[float, str]:
         return given * 1e9, ""
     if cluster.storage_bandwidth is not None:
         return cluster.storage_bandwidth * cluster.nodes, f"{cluster.name} says so for each node (storage_gb_per_s)"
-    return STORAGE_PER_NODE * cluster.nodes, "Llama 3's took as much for each node"
+    return STORAGE_PER_DEVICE * cluster.num_devices, "Llama 3's took as much for as many devices"
 
 
 def _texts(request: SimulationRequest) -> tuple[tuple[str | None, str], ...]:

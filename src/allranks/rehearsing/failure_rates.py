@@ -1,6 +1,7 @@
 """How often what fails: public figures by name, a number, or the user's own TOML file."""
 
 import difflib
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -18,7 +19,10 @@ NODE_REPAIR, SWITCH_REPAIR = 24 * HOUR, 4 * HOUR
 MOST_IN_BURST = 0.95
 """Further failures that one brings in the mean: with 1 a burst would never end."""
 
-_LLAMA3_NODE_DAYS = 16384 / 8 * 54
+NODE_DEVICES = 8
+"""Of a node of the clusters that the named rates come from: H100s (2407.21783) and A100s (2410.21680)."""
+
+_LLAMA3_NODE_DAYS = 16384 / NODE_DEVICES * 54
 _LLAMA3 = (
     ("faulty GPU", 148, Scope.NODE),
     ("GPU HBM3", 72, Scope.NODE),
@@ -62,7 +66,7 @@ NAMED = {
     "rsc-1": _of_nodes("rsc-1", 6.5, "Kokolis et al., HPCA 2025 (arXiv 2410.21680): RSC-1, A100"),
     "rsc-2": _of_nodes("rsc-2", 2.34, "Kokolis et al., HPCA 2025 (arXiv 2410.21680): RSC-2, A100"),
 }
-"""By the name that `--failures` takes."""
+"""By the name that `--failures` takes, of nodes of NODE_DEVICES."""
 
 ASSUMED = (
     f"nodes are back after {NODE_REPAIR / HOUR:.0f} h on average and a rack's switch after {SWITCH_REPAIR / HOUR:.0f}"
@@ -109,17 +113,19 @@ class _File(_Table):
     stragglers: _StragglerTable | None = None
 
 
-def find_failures(text: str) -> tuple[FailureModel, tuple[str, ...]]:
+def find_failures(text: str, devices_per_node: int) -> tuple[FailureModel, tuple[str, ...]]:
     """What `--failures` names, and what it leaves assumed.
 
     Args:
         text: a name of NAMED, incidents in 1000 node-days as a number, or a TOML file of `[[component]]` tables.
+        devices_per_node: of the cluster; by them a name's rates are scaled, while a number and a file are of its nodes.
 
     Raises:
         ConfigError: none of them, or a file with an unknown key or an impossible figure.
     """
     if text in NAMED:
-        return NAMED[text], (ASSUMED,)
+        model = _of_devices(NAMED[text], devices_per_node)
+        return model, (ASSUMED, *_scaled(NAMED[text], model, devices_per_node))
     if text.endswith(".toml"):
         file = _read(Path(text))
         return _model_of(file, Path(text)), _left_out(file, text)
@@ -135,6 +141,31 @@ def find_failures(text: str) -> tuple[FailureModel, tuple[str, ...]]:
     if not 0 <= rate <= 100_000:
         raise ConfigError(f"--failures {text}: failures in 1000 node-days are a number from 0 to 100000")
     return _of_nodes(f"{rate:g} in 1000 node-days", rate, "as given"), (ASSUMED,)
+
+
+def _of_devices(named: FailureModel, devices: int) -> FailureModel:
+    """`named` for nodes of so many devices: a device fails as often, and a switch takes as many, whatever a node holds.
+
+    Arithmetic; of Llama 3's 419 interruptions 275 are of GPUs and their NICs, 63 of software (2407.21783, table 5).
+    """
+    if devices == NODE_DEVICES:
+        return named
+    share = devices / NODE_DEVICES
+    parts = (replace(part, per_1000_node_days=share * part.per_1000_node_days) for part in named.components)
+    return replace(named, components=tuple(parts), rack_nodes=max(1, round(named.rack_nodes / share)))
+
+
+def _scaled(named: FailureModel, model: FailureModel, devices: int) -> tuple[str, ...]:
+    """What became of the rates of `named`, where they were scaled."""
+    if devices == NODE_DEVICES:
+        return ()
+    racks = any(part.scope is Scope.RACK for part in model.components)
+    switch = f", and a switch takes {model.rack_nodes} {'node' if model.rack_nodes == 1 else 'nodes'}" if racks else ""
+    return (
+        f"a node of {devices} fails {devices / NODE_DEVICES:g} times as often as one of {NODE_DEVICES}, of which the"
+        f" source counts {named.per_1000_node_days:.2f} failures in 1000 node-days{switch}, because failures go by"
+        " devices: give a number for your nodes with --failures",
+    )
 
 
 def read_failures(path: Path) -> FailureModel:
