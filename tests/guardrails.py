@@ -23,7 +23,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "config_sections config_toml layout_string layout_placement even_cut left_out journal_events ordinary_file "
         "printable raised",
         "layout layout_refusals slow_links cluster model_profile model_shape shape_operations named_models "
-        "hugging_face_config parameter_map plan upkeep plan_request rehearsal rehearsed_messages simulation "
+        "attention_windows hugging_face_config hugging_face_keys hugging_face_windows "
+        "parameter_map plan upkeep plan_request rehearsal rehearsed_messages simulation "
         "simulation_request verdict hints own_loops task task_loading task_world users_code run lease request "
         "hosts_request losses vocabulary "
         "failure process_end recorded process_environment free_memory digest fence fault_points",

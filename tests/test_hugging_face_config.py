@@ -238,6 +238,18 @@ def test_what_is_wrong_in_a_config_is_named(changes: dict[str, Any], message: st
     assert "\n" not in str(caught.value)
 
 
+def test_windows_are_the_shapes() -> None:
+    assert from_hugging_face(_PUBLISHED["gpt-oss-20b"][1]).windows == (128, 0) * 12
+    assert from_hugging_face(_PUBLISHED["mistral-7b"][1]).windows == (4096,)
+    assert from_hugging_face({**_PUBLISHED["mistral-7b"][1], "sliding_window": None}).windows == ()
+    assert from_hugging_face(_PUBLISHED["qwen2.5-0.5b"][1]).windows == ()
+
+
+def test_a_pattern_of_more_layers_than_there_can_be_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="layers is larger than 100,000"):
+        from_hugging_face({**_PUBLISHED["gemma-2-9b"][1], "num_hidden_layers": 10**15})
+
+
 def test_an_absent_number_of_key_heads_may_be_null_where_it_must_be_said() -> None:
     assert from_hugging_face({**_LLAMA, "model_type": "mistral", "num_key_value_heads": None}).num_kv_heads == 32
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from allranks.errors import ConfigError
+from allranks.model_profile import Operation
 from allranks.model_shape import ModelShape
 from allranks.shape_operations import Program
 
@@ -79,6 +80,25 @@ def test_a_longer_sequence_costs_attention_twice_its_share() -> None:
         sum(o.flops for o in GPT.profile(seq).blocks[1].operations if o.kind == "attention") for seq in (128, 256)
     )
     assert long == 4 * short
+
+
+def _scores(shape: ModelShape, seq: int) -> Operation:
+    return next(o for o in shape.profile(seq).blocks[1].operations if o.kind == "attention")
+
+
+def test_in_windows_a_query_has_the_keys_of_the_mean_layer() -> None:
+    """Three layers of four see 16 of 128 positions; what is kept, read and sent is that of full attention."""
+    full, some = _scores(LLAMA, 128), _scores(replace(LLAMA, windows=(16, 16, 16, 0)), 128)
+    assert some.flops == full.flops * (3 * 16 + 128) / 4 / 128
+    assert some.flops * some.computed == pytest.approx(full.flops * (3 * 16 / 128 * (1 - 16 / 256) + 0.5) / 4)
+    assert replace(some, flops=full.flops, in_windows=0.0) == full
+
+
+def test_a_window_of_the_whole_sample_is_full_attention() -> None:
+    shape = replace(LLAMA, windows=(16,))
+    assert _scores(shape, 16) == _scores(LLAMA, 16)
+    assert not shape.profile(16).has_windows and shape.profile(17).has_windows
+    assert not LLAMA.profile().has_windows
 
 
 @pytest.mark.parametrize(

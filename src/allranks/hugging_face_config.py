@@ -7,11 +7,13 @@ keys shared by heads. What stands in no file is in a table here, as transformers
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, final
 
 from allranks.errors import ConfigError
+from allranks.hugging_face_keys import INSTEAD, flag, short, whole
+from allranks.hugging_face_windows import windows_of
 from allranks.model_shape import ModelShape
 from allranks.ordinary_file import read_small
 
@@ -94,8 +96,6 @@ _TOP_K = ("num_experts_per_tok", "top_k")
 _MAY_BE_NONE = ("experts", "shared_ffn", "dense_layers")
 """Sizes of which there may be 0."""
 
-_INSTEAD = "give a Task with the module, or the sizes of one that is close: --layers --hidden --heads --kv-heads --ffn"
-
 
 def read_shape(path: Path) -> ModelShape:
     """The shape of the file at `path`, named after it, or after its folder where it is called config.json.
@@ -136,74 +136,47 @@ def from_hugging_face(config: Mapping[str, Any], name: str = "") -> ModelShape:
     _refuse_mixed(config, kind, sizes)
     sizes["dense_layers"] = max(sizes.get("dense_layers", 0), _leading_dense(config))
     given: dict[str, Any] = {**sizes, "kv_heads": _kv_heads(config, kind, built, sizes["heads"])}
-    if shared := _whole(config, "n_shared_experts", 0):
+    if shared := whole(config, "n_shared_experts", 0):
         given["shared_ffn"] = shared * sizes.get("expert_ffn", sizes["ffn"])
     if sizes.get("kv_rank"):
-        nope = _whole(config, "qk_nope_head_dim", 1)
+        nope = whole(config, "qk_nope_head_dim", 1)
         given |= {"query_dim": (128 if nope is None else nope) + sizes.get("rope_dim", 0), "kv_heads": 0}
         given.setdefault("head_dim", given["query_dim"])
     given |= {
         "gated": built.gated,
-        "positions": "none" if kind == "falcon" and _flag(config, "alibi", False) else built.positions,
-        "tied": _flag(config, "tie_word_embeddings", built.tied),
+        "positions": "none" if kind == "falcon" and flag(config, "alibi", False) else built.positions,
+        "tied": flag(config, "tie_word_embeddings", built.tied),
         "bias": _bias(config, built),
-        "causal": built.causal or _flag(config, "is_decoder", False),
+        "causal": built.causal or flag(config, "is_decoder", False),
     }
-    return ModelShape(**given, name=name or str(config.get("_name_or_path") or kind), source="config.json")
+    shape = ModelShape(**given, name=name or str(config.get("_name_or_path") or kind), source="config.json")
+    return replace(shape, windows=windows_of(config, kind, shape.layers))
 
 
 def _find_type(config: Mapping[str, Any]) -> tuple[str, _Built]:
     kind = config.get("model_type")
     if kind is None:
-        raise ConfigError(f"config.json has no model_type, which says what its sizes mean; {_INSTEAD}")
+        raise ConfigError(f"config.json has no model_type, which says what its sizes mean; {INSTEAD}")
     if not isinstance(kind, str):
         raise ConfigError(f"model_type = {kind!r} is no text, such as 'llama'")
     if kind not in BUILT:
         near = difflib.get_close_matches(kind, BUILT, 2, 0.7)
         known = f"nearest: {', '.join(near)}" if near else f"those that are: {', '.join(sorted(BUILT))}"
-        raise ConfigError(f"model_type {kind!r} is none whose parts allranks knows ({known}); {_INSTEAD}")
+        raise ConfigError(f"model_type {kind!r} is none whose parts allranks knows ({known}); {INSTEAD}")
     return kind, BUILT[kind]
 
 
 def _size(config: Mapping[str, Any], ours: str, keys: tuple[str, ...]) -> int | None:
     """Of the first of `keys` that has a number."""
     least = 0 if ours in _MAY_BE_NONE else 1
-    return next((found for key in keys if (found := _whole(config, key, least)) is not None), None)
-
-
-def _whole(config: Mapping[str, Any], key: str, least: int) -> int | None:
-    """None where the key is absent or null. Raises ConfigError for what is no whole number, or too small."""
-    value = config.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{key} = {_short(value)} is no whole number, such as 4096")
-    if value < least:
-        raise ConfigError(f"{key} = {value}, but it has to be at least {least}")
-    return value
-
-
-def _flag(config: Mapping[str, Any], key: str, absent: bool) -> bool:
-    """Raises ConfigError for what is neither true nor false."""
-    value = config.get(key)
-    if value is None:
-        return absent
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key} = {_short(value)} is neither true nor false")
-    return value
-
-
-def _short(value: object) -> str:
-    """As it stands in a message; a table or a long list is cut off."""
-    written = repr(value)
-    return written if len(written) <= 40 else f"{written[:37]}..."
+    return next((found for key in keys if (found := whole(config, key, least)) is not None), None)
 
 
 def _kv_heads(config: Mapping[str, Any], kind: str, built: _Built, heads: int) -> int:
     keys = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
     said = _size(config, "kv_heads", keys)
-    one = built.kv_heads in ("one", "falcon") and _flag(config, "multi_query", True)
-    if built.kv_heads == "falcon" and _flag(config, "new_decoder_architecture", False):
+    one = built.kv_heads in ("one", "falcon") and flag(config, "multi_query", True)
+    if built.kv_heads == "falcon" and flag(config, "new_decoder_architecture", False):
         return said or heads
     if built.kv_heads in ("one", "falcon"):
         return 1 if one else heads
@@ -217,34 +190,28 @@ def _bias(config: Mapping[str, Any], built: _Built) -> bool:
         return built.bias
     key, absent = built.bias
     if key.startswith("!"):
-        return not _flag(config, key[1:], not absent)
-    return _flag(config, key, absent)
+        return not flag(config, key[1:], not absent)
+    return flag(config, key, absent)
 
 
 def _mpt_ffn(config: Mapping[str, Any], hidden: int) -> int:
-    return (_whole(config, "expansion_ratio", 1) or 4) * hidden
+    return (whole(config, "expansion_ratio", 1) or 4) * hidden
 
 
 def _leading_dense(config: Mapping[str, Any]) -> int:
     """How many first layers have no experts, by Qwen's `mlp_only_layers`. Raises ConfigError where others have none."""
     listed = config.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in listed):
-        raise ConfigError(f"mlp_only_layers = {_short(listed)} is no list of layers, such as [0, 1]")
+        raise ConfigError(f"mlp_only_layers = {short(listed)} is no list of layers, such as [0, 1]")
     if sorted(listed) != list(range(len(listed))):
-        raise ConfigError(f"mlp_only_layers = {_short(listed)}: only leading layers without experts are known")
+        raise ConfigError(f"mlp_only_layers = {short(listed)}: only leading layers without experts are known")
     return len(listed)
 
 
 def _refuse_mixed(config: Mapping[str, Any], kind: str, sizes: Mapping[str, int]) -> None:
     """Raise ConfigError for layers, or a table, that are not like the others."""
-    kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
-        raise ConfigError(f"layer_types = {_short(kinds)} is no list of words")
-    for one in kinds:
-        if one not in ("full_attention", "sliding_attention"):
-            raise ConfigError(f"layer_types has {one!r}: allranks knows blocks of attention alone; {_INSTEAD}")
-    if (frequency := _whole(config, "moe_layer_freq", 1)) not in (None, 1):
+    if (frequency := whole(config, "moe_layer_freq", 1)) not in (None, 1):
         raise ConfigError(f"moe_layer_freq = {frequency}: experts in some layers only are not known of a {kind}")
-    table = _whole(config, "word_embed_proj_dim", 1)
+    table = whole(config, "word_embed_proj_dim", 1)
     if table not in (None, sizes["hidden"]):
-        raise ConfigError(f"word_embed_proj_dim = {table} is not hidden_size = {sizes['hidden']}; {_INSTEAD}")
+        raise ConfigError(f"word_embed_proj_dim = {table} is not hidden_size = {sizes['hidden']}; {INSTEAD}")

@@ -37,6 +37,8 @@ class Operation:
         active: how much of `flops` and of the activations one sample really uses, for experts (top_k / experts of
             `parameters`); 1 elsewhere. `flops` and bytes are already those of the experts used.
         chosen: experts that a token goes to (top_k).
+        in_windows: of attention where windows leave a query fewer keys than there are: of `flops`, which count those
+            alone, the share that a fused kernel computes; 0 where a query sees all keys, or all before it.
         gathered: whether every rank of tp has the whole of what it gives, though each computes a part (logits).
     """
 
@@ -57,6 +59,12 @@ class Operation:
     causal: bool = False
     gathered: bool = False
     peak_bytes: float = 0.0
+    in_windows: float = 0.0
+
+    @property
+    def computed(self) -> float:
+        """Of attention's FLOPs the share that a fused kernel computes: causal half is masked (2307.08691)."""
+        return self.in_windows or (0.5 if self.causal else 1.0)
 
 
 @final
@@ -140,6 +148,11 @@ class ModelProfile:
     source: str = "traced"
     digest: str = ""
     facts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether queries see a window of the keys in some layers."""
+        return any(operation.in_windows for block in self.blocks for operation in block.operations)
 
     @property
     def parameters(self) -> int:

@@ -32,6 +32,8 @@ class ModelShape:
         dense_layers: leading layers without experts. every: one layer in so many has experts.
         query_rank, kv_rank, query_dim, rope_dim, value_dim: latent attention (DeepSeek-V2 2405.04434, section 2.1);
             kv_rank 0 is ordinary attention.
+        windows: of the layers in turn, the positions that a query of ordinary attention sees, its own among them; 0: a
+            layer sees all. All layers are counted alike, each as the mean of them. () is no windows.
     """
 
     name: str
@@ -60,6 +62,7 @@ class ModelShape:
     rope_dim: int = 0
     value_dim: int = 0
     causal: bool = True
+    windows: tuple[int, ...] = ()
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -224,6 +227,7 @@ class _Writer:
                 (dim, dim),
                 shape.causal,
                 turned=shape.positions == "rotary",
+                windows=[turn[layer % len(turn)] for layer in range(shape.layers)] if (turn := shape.windows) else (),
             )
         )
         operations.append(self.made.matmul("attention.out", shape.hidden, queries, "row"))

@@ -1,8 +1,10 @@
 """SampleOperations: the operations that transformers are made of, for samples of so many positions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
+from allranks.attention_windows import keys_seen
 from allranks.model_profile import Operation
 
 WIDTHS = {"float64": 8, "float32": 4, "float8": 2, "float4": 2}
@@ -108,18 +110,21 @@ class SampleOperations:
 
     def scores(
         self, heads: int, kv_heads: int, read: int, output: int, dims: tuple[int, int], causal: bool,
-        turned: bool = True,
+        turned: bool = True, windows: Sequence[int] = (),
     ) -> Operation:  # fmt: skip
         """Attention over `read` features of queries, keys and values; `dims` of a head's keys and values.
 
-        `turned`: queries are, by rotary positions.
+        `turned`: queries are, by rotary positions. `windows`: of each layer, all of which are the mean one; as in
+        `keys_seen`.
         """
-        flops = 2.0 * self.seq * self.seq * heads * sum(dims)
+        keys, share = keys_seen(self.seq, windows, causal) if windows else (float(self.seq), 0.0)
+        flops = 2.0 * self.seq * keys * heads * sum(dims)
         copies = 2 if self.program.copied_attention and turned else 1
         kept = self.rows(read + copies * output) + 4.0 * self.seq * heads
         return Operation(
             "attention.scores", "attention", flops, (self.seq, self.seq, heads, kv_heads, dims[0]),
             self.rows(read + output), kept, self.rows(output), cut="heads", causal=causal,
+            in_windows=share if keys < self.seq else 0.0,
         )  # fmt: skip
 
     def rotary(self, features: int) -> Operation:

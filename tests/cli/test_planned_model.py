@@ -52,6 +52,20 @@ def test_a_config_file_has_the_name_of_its_folder(tmp_path: Path) -> None:
     assert find_subject(PlanRequest((str(path),))).make(None, "bfloat16", "cuda").name == "tiny"
 
 
+def test_attention_in_windows_is_a_note(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 256}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(sizes | {"model_type": "mistral", "sliding_window": 32}))
+    windowed = find_subject(PlanRequest((str(path),)))
+    assert [note.partition(", ")[0] for note in windowed.notes] == ["all 4 layers attend to windows of 32 positions"]
+    path.write_text(json.dumps(sizes | {"model_type": "mistral", "sliding_window": None}))
+    full = find_subject(PlanRequest((str(path),)))
+    assert full.notes == ()
+    some, every = (one.make(None, "bfloat16", "cuda").flops for one in (windowed, full))
+    assert every - some == 4 * 4 * 256 * (256 - 32) * 64
+
+
 def test_a_config_that_cannot_be_read_is_named_with_its_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "jamba"}))

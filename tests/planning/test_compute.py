@@ -78,11 +78,11 @@ def test_a_precision_that_the_device_lacks_runs_in_the_next_wider_one() -> None:
 
 
 def test_causal_attention_does_half_the_work() -> None:
-    whole = attention_seconds(MACHINE, 1e12, 128, False, "bfloat16") - KERNEL_SECONDS
-    half = attention_seconds(MACHINE, 1e12, 128, True, "bfloat16") - KERNEL_SECONDS
+    whole = attention_seconds(MACHINE, 1e12, 128, 1.0, "bfloat16") - KERNEL_SECONDS
+    half = attention_seconds(MACHINE, 1e12, 128, 0.5, "bfloat16") - KERNEL_SECONDS
     assert whole / half == pytest.approx(2.0)
     assert whole == pytest.approx(1e12 / (100e12 * MACHINE.constants.attention))
-    slower = attention_seconds(MACHINE, 1e12, 128, False, "bfloat16", "flash2") - KERNEL_SECONDS
+    slower = attention_seconds(MACHINE, 1e12, 128, 1.0, "bfloat16", "flash2") - KERNEL_SECONDS
     assert slower / whole == pytest.approx(MACHINE.constants.attention / MACHINE.constants.flash2)
 
 

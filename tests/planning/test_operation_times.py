@@ -114,6 +114,16 @@ def test_fused_attention_does_five_products_in_its_backward() -> None:
     assert times.backward / times.forward == pytest.approx(2.5 / 0.8)
 
 
+def test_a_window_spares_fused_attention_alone_what_lies_outside() -> None:
+    """1024 of 16384 positions: a sixteenth of the keys, of which causal attention masks a thirty-second, not half."""
+    long = replace(SHAPE, seq=16384)
+    full, some = (operation("attention.scores", shape) for shape in (long, replace(long, windows=(1024,))))
+    fused = [attention_times(one, setting(), MACHINE).forward - KERNEL_SECONDS for one in (full, some)]
+    assert fused[1] / fused[0] == pytest.approx((1 - 1 / 32) / 16 / 0.5)
+    by_hand = setting(replace(PLAIN, fused_attention=False))
+    assert attention_times(full, by_hand, MACHINE) == attention_times(some, by_hand, MACHINE)
+
+
 def test_unfused_attention_moves_its_scores() -> None:
     scores = operation("attention.scores")
     how = replace(PLAIN, fused_attention=False, attention_dropout=True)

@@ -12,6 +12,7 @@ from allranks.errors import LayoutError
 from allranks.layout import Layout
 from allranks.layout_refusals import refuse_unsupported
 from allranks.model_profile import ModelProfile
+from allranks.model_shape import ModelShape
 from allranks.models.transformer import Transformer
 from allranks.parallel.context_ops import check_heads
 from allranks.parallel.sequences import Share
@@ -115,6 +116,18 @@ def test_offload_takes_the_host_of_the_vendor() -> None:
 )
 def test_what_the_engine_runs_is_let_in(layout: dict[str, Any]) -> None:
     assert rules.check(decoder(), cluster(), choose(**layout)) is None
+
+
+def test_a_ring_has_no_windows() -> None:
+    """Which the engine refuses as the mask that they are (tests/parallel/test_ring.py)."""
+    shape = ModelShape("mist", 8, 64, 4, 128, 512, seq=64, windows=(16, 0))
+    profile, toy = shape.profile(), cluster()
+    refused = rules.context(profile, toy, choose(cp=4, dp_shard=2, context="ring"))
+    assert refused is not None and refused.because.startswith("layers of mist attend to windows, a mask that ring ")
+    assert rules.context(shape.profile(16), toy, choose(cp=4, dp_shard=2, context="ring")) is None
+    assert rules.context(profile, toy, choose(cp=4, dp_shard=2)) is None
+    refused = rules.context(profile, toy, choose(cp=8))
+    assert refused is not None and refused.because.endswith("the 4 heads of mist; cp can be 1, 2, 4")
 
 
 def test_a_precision_is_one_of_the_engines_and_of_the_devices() -> None:

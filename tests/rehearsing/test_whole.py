@@ -13,6 +13,7 @@ from allranks.layout import Layout
 from allranks.planning.hardware import find_cluster
 from allranks.planning.room import shared_with_host, usable_bytes
 from allranks.rehearsing.dryrun import World, rehearse_rank
+from allranks.rehearsing.named import Named
 from allranks.rehearsing.whole import CONTEXT_BYTES, Question, fragment_bytes, margin_bytes, process_bytes, rehearse
 from allranks.training.prepare import resolve_layout
 from tests.rehearsing.tasks import Tokens, configured, rehearsed
@@ -92,6 +93,20 @@ def test_on_a_processor_it_is_the_process_and_the_system_has_its_part() -> None:
         *("values", "speed", "batches other than the first", "samples", "what is no part of a step"),
     ]
     assert told.unrehearsed[-1].startswith("ranks other than rank 0:")
+
+
+def test_windows_that_are_not_rehearsed_are_said(tmp_path: Path) -> None:
+    """But for samples that are no longer than a window."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 8, "intermediate_size": 32, "vocab_size": 32, "sliding_window": 8}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gemma2", **sizes}))
+    for seq in (8, 16):
+        task, found = Named(name=str(path), seq=seq), find_cluster("1x2:cpu")
+        config, spread = configured(task, "ddp", 2)
+        told = rehearse(Question("gemma2", task, config, found, spread, (0,)))
+        said = "1 of 2 layers attend to windows of 8 positions, and are rehearsed with full attention"
+        assert any(one.startswith(said) for one in told.decisions) is (seq > 8), told.decisions
 
 
 def test_a_process_of_which_nobody_knows_takes_what_one_on_a_gpu_does() -> None:

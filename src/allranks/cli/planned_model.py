@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
+from allranks.attention_windows import say_windows
 from allranks.cli.train import read_arguments
 from allranks.cluster import Cluster
 from allranks.config_sections import LayoutConfig
@@ -101,7 +102,18 @@ def _of_shape(shape: "ModelShape") -> Subject:
     def make(seq: int | None, precision: str, device: str) -> ModelProfile:
         return shape.profile(seq, precision, OWN)
 
-    return Subject(make, shape.seq)
+    return Subject(make, shape.seq, notes=_windows_of(shape))
+
+
+def _windows_of(shape: "ModelShape") -> tuple[str, ...]:
+    """What is counted of attention in windows, where layers have them."""
+    if not shape.windows:
+        return ()
+    return (
+        f"{say_windows(shape.windows, shape.layers)}, and no more is counted, because kernels for windows compute no"
+        " more (FlashAttention, FlexAttention); if yours masks full attention (scaled_dot_product_attention), write"
+        " null for sliding_window in the config.json",
+    )
 
 
 def _of_task(request: PlanRequest) -> Subject:

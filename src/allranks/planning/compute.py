@@ -149,18 +149,18 @@ def _ratios(
 
 
 def attention_seconds(
-    machine: Machine, flops: float, head_dim: float, causal: bool, precision: str, kernel: AttentionKernel = "vendor",
-    positions: float = 0.0,
+    machine: Machine, flops: float, head_dim: float, computed: float, precision: str,
+    kernel: AttentionKernel = "vendor", positions: float = 0.0,
 ) -> float:  # fmt: skip
-    """Fused attention's forward over `flops` (both products, over all positions), so many of them in one kernel.
+    """Fused attention's forward over `flops` (both products), of which it computes the share `computed`, over so many
+    positions in one kernel.
 
-    FlashAttention-2 2307.08691: causal attention skips the blocks above the diagonal; the rate rises with head_dim.
+    FlashAttention-2 2307.08691: blocks that are masked as a whole are skipped; the rate rises with head_dim.
     """
     if precision in ("float8", "float4"):
         precision = "bfloat16"
-    done = flops * (0.5 if causal else 1.0)
     rate = machine.peak(precision) * machine.constants.attention_share(kernel, positions) * head_share(head_dim)
-    return done / rate + machine.floor
+    return computed * flops / rate + machine.floor
 
 
 def head_share(head_dim: float) -> float:

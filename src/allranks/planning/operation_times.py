@@ -129,13 +129,16 @@ def _product_times(operation: Operation, setting: Setting, machine: Machine, exp
 
 
 def attention_times(operation: Operation, setting: Setting, machine: Machine) -> Times:
-    """Fused attention by its rate (2307.08691), unfused by its products and the scores' traffic (2205.05198)."""
+    """Fused attention by its rate (2307.08691), unfused by its products and the scores' traffic (2205.05198).
+
+    A window spares a fused kernel what lies outside; unfused attention makes all scores, and masks them.
+    """
     cut, batch, how = setting.tp * setting.cp, setting.micro_batch, setting.mechanisms
     queries, keys, heads, _, dim = operation.shape if len(operation.shape) == 5 else (1, 1, 1, 1, 128)
     if how.fused_attention:
         flops = operation.flops * batch / cut
         here = keys / (setting.cp if setting.ring else 1)
-        forward = attention_seconds(machine, flops, dim, operation.causal, setting.precision, how.attention, here)
+        forward = attention_seconds(machine, flops, dim, operation.computed, setting.precision, how.attention, here)
         return Times(forward, forward * ATTENTION_BACKWARD / BACKWARD_SHARE, 0.0)
     products = batch * heads / setting.tp
     one = matmul_seconds(machine, queries / setting.cp, keys, dim, setting.precision, products)

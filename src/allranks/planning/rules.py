@@ -105,7 +105,10 @@ def parts_of_sequence(layout: Layout) -> int:
 
 
 def context(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
-    """cp cuts sequences into equal parts; ulysses shares a rank's heads, ring gives each rank two chunks."""
+    """cp cuts sequences into equal parts; ulysses shares a rank's heads, ring gives each rank two chunks.
+
+    A window is a mask, which a ring refuses (parallel/ring.py).
+    """
     layout, cp = choice.layout, choice.layout.cp
     if cp == 1:
         return None
@@ -117,6 +120,9 @@ def context(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal 
         return Refusal("context", f"batchnorm={layout.batchnorm}", because)
     if profile.coupled:
         return Refusal("context", "cp", "the loss couples samples, and cp gives each rank other positions of them")
+    if layout.context == "ring" and profile.has_windows:
+        because = f"layers of {profile.name} attend to windows, a mask that ring attention has not: context=ulysses has"
+        return Refusal("context", name, because)
     chunks = parts_of_sequence(layout)
     if profile.seq % chunks:
         what = f"2 * cp({cp}) = {chunks}" if layout.context == "ring" else f"cp={cp}"
@@ -126,7 +132,8 @@ def context(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal 
     heads = profile.heads // layout.tp
     if layout.context == "ulysses" and heads % cp:
         whose = "a process" if layout.tp > 1 else profile.name
-        return Refusal("context", name, f"cp={cp} does not divide the {heads} heads of {whose}; ring takes any number")
+        other = _divisors("cp", heads) if profile.has_windows else "ring takes any number"
+        return Refusal("context", name, f"cp={cp} does not divide the {heads} heads of {whose}; {other}")
     return None
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from allranks.attention_windows import say_windows
 from allranks.cluster import Cluster, Device
 from allranks.config import Config
 from allranks.layout import Layout
@@ -15,6 +16,7 @@ from allranks.rehearsing.crossings import Crossings
 from allranks.rehearsing.dryrun import World, rehearse_rank
 from allranks.rehearsing.exchanges import compare_exchanges, find_circle, list_unmatched, next_peer
 from allranks.rehearsing.hurried import counting_once
+from allranks.rehearsing.named import Named
 from allranks.rehearsing.refusals import Unrehearsable
 from allranks.task import Task
 
@@ -166,6 +168,12 @@ def _describe(question: Question, ranks: dict[int, RankRehearsal]) -> Sequence[s
         found.append(f"{told.traced} of {told.blocks} blocks were traced, because {because}")
     if question.layout.compile != "none":
         found.append("blocks run uncompiled, because compiled code cannot be traced: what it saves is not counted")
+    if isinstance(question.task, Named) and (shape := question.task.shape()).profile().has_windows:
+        said = say_windows(shape.windows, shape.layers)
+        found.append(
+            f"{said}, and are rehearsed with full attention, because allranks' module has no windows: its FLOPs are"
+            " more than a kernel for windows computes (`allranks plan` counts those), its memory is the same"
+        )
     if words := shared_with_host(question.cluster):
         found.append(words)
     if (words := vendors_host(question.cluster)) and any(one.host_peak_bytes for one in ranks.values()):
