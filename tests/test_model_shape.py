@@ -90,8 +90,9 @@ def test_in_windows_a_query_has_the_keys_of_the_mean_layer() -> None:
     """Three layers of four see 16 of 128 positions; what is kept, read and sent is that of full attention."""
     full, some = _scores(LLAMA, 128), _scores(replace(LLAMA, windows=(16, 16, 16, 0)), 128)
     assert some.flops == full.flops * (3 * 16 + 128) / 4 / 128
+    assert some.windowed == 0.75
     assert some.flops * some.computed == pytest.approx(full.flops * (3 * 16 / 128 * (1 - 16 / 256) + 0.5) / 4)
-    assert replace(some, flops=full.flops, in_windows=0.0) == full
+    assert replace(some, flops=full.flops, in_windows=0.0, windowed=0.0) == full
 
 
 def test_a_window_of_the_whole_sample_is_full_attention() -> None:

@@ -39,6 +39,7 @@ class Operation:
         chosen: experts that a token goes to (top_k).
         in_windows: of attention where windows leave a query fewer keys than there are: of `flops`, which count those
             alone, the share that a fused kernel computes; 0 where a query sees all keys, or all before it.
+        windowed: the share of the layers, of which this is the mean one, that have such a window.
         gathered: whether every rank of tp has the whole of what it gives, though each computes a part (logits).
     """
 
@@ -60,6 +61,7 @@ class Operation:
     gathered: bool = False
     peak_bytes: float = 0.0
     in_windows: float = 0.0
+    windowed: float = 0.0
 
     @property
     def computed(self) -> float:

@@ -125,6 +125,7 @@ class SampleOperations:
             "attention.scores", "attention", flops, (self.seq, self.seq, heads, kv_heads, dims[0]),
             self.rows(read + output), kept, self.rows(output), cut="heads", causal=causal,
             in_windows=share if keys < self.seq else 0.0,
+            windowed=sum(0 < window < self.seq for window in windows) / max(1, len(windows)),
         )  # fmt: skip
 
     def rotary(self, features: int) -> Operation:

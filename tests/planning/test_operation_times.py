@@ -124,6 +124,13 @@ def test_a_window_spares_fused_attention_alone_what_lies_outside() -> None:
     assert attention_times(full, by_hand, MACHINE) == attention_times(some, by_hand, MACHINE)
 
 
+def test_under_cp_a_window_is_a_mask_behind_which_all_is_computed() -> None:
+    """Of every second layer; the others are causal, and spare half."""
+    full, some = (operation("attention.scores", replace(SHAPE, windows=one)) for one in ((), (1024, 0)))
+    seconds = [attention_times(one, setting(cp=2), MACHINE).forward - KERNEL_SECONDS for one in (full, some)]
+    assert seconds[1] / seconds[0] == pytest.approx((1.0 + 0.5) / 2 / 0.5)
+
+
 def test_unfused_attention_moves_its_scores() -> None:
     scores = operation("attention.scores")
     how = replace(PLAIN, fused_attention=False, attention_dropout=True)

@@ -111,8 +111,8 @@ def _windows_of(shape: "ModelShape") -> tuple[str, ...]:
         return ()
     return (
         f"{say_windows(shape.windows, shape.layers)}, and no more is counted, because kernels for windows compute no"
-        " more (FlashAttention, FlexAttention); if yours masks full attention (scaled_dot_product_attention), write"
-        " null for sliding_window in the config.json",
+        " more (FlashAttention, FlexAttention); under cp all positions are, because it takes windows as masks alone;"
+        " if yours has full attention, write null for sliding_window in the config.json",
     )
 
 

@@ -131,14 +131,15 @@ def _product_times(operation: Operation, setting: Setting, machine: Machine, exp
 def attention_times(operation: Operation, setting: Setting, machine: Machine) -> Times:
     """Fused attention by its rate (2307.08691), unfused by its products and the scores' traffic (2205.05198).
 
-    A window spares a fused kernel what lies outside; unfused attention makes all scores, and masks them.
+    Unfused attention makes all scores, and masks them.
     """
     cut, batch, how = setting.tp * setting.cp, setting.micro_batch, setting.mechanisms
     queries, keys, heads, _, dim = operation.shape if len(operation.shape) == 5 else (1, 1, 1, 1, 128)
     if how.fused_attention:
-        flops = operation.flops * batch / cut
+        flops, computed = _fused_flops(operation, setting)
+        flops *= batch / cut
         here = keys / (setting.cp if setting.ring else 1)
-        forward = attention_seconds(machine, flops, dim, operation.computed, setting.precision, how.attention, here)
+        forward = attention_seconds(machine, flops, dim, computed, setting.precision, how.attention, here)
         return Times(forward, forward * ATTENTION_BACKWARD / BACKWARD_SHARE, 0.0)
     products = batch * heads / setting.tp
     one = matmul_seconds(machine, queries / setting.cp, keys, dim, setting.precision, products)
@@ -146,6 +147,20 @@ def attention_times(operation: Operation, setting: Setting, machine: Machine) ->
     moved = SCORE_MOVED_DROPOUT if how.attention_dropout else SCORE_MOVED
     softmax = moving_seconds(machine, num_scores(operation, setting) * (moved - 4.0), 3)
     return Times(one + two + softmax, 2 * (one + two) + softmax * 1.3, 0.0)
+
+
+def _fused_flops(operation: Operation, setting: Setting) -> tuple[float, float]:
+    """(FLOPs of one sample's forward, of them the share that a fused kernel computes): windows spare what lies outside.
+
+    Not under cp: all that it spreads is scaled_dot_product_attention (parallel/context.py), to which a window is a
+    mask, behind which torch's kernels compute every score (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash
+    attention takes none). Both products of all pairs are 4 s^2 h (2104.04473, appendix).
+    """
+    if setting.cp == 1 or not operation.in_windows:
+        return operation.flops, operation.computed
+    queries, keys, heads, _, dim = operation.shape
+    others = (1 - operation.windowed) * (0.5 if operation.causal else 1.0)
+    return 4.0 * queries * keys * heads * dim, operation.windowed + others
 
 
 def num_scores(operation: Operation, setting: Setting) -> float:
