@@ -121,6 +121,14 @@ def test_what_a_killed_worker_was_writing_goes_with_its_record(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00001.collectives.json", "rank-00001.log"]
 
 
+def test_records_of_ranks_that_an_attempt_has_no_more_go_with_any_hosts(tmp_path: Path) -> None:
+    """The host that wrote them is lost; those of ranks 2 and 3 are another host's, which is there."""
+    for rank in range(6):
+        replace(ROOT_CAUSE, rank=rank).write(tmp_path)
+    clear_failures(tmp_path, [0, 1], num_ranks=4)
+    assert [one.rank for one in read_failures(tmp_path)] == [2, 3]
+
+
 def test_a_record_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     ROOT_CAUSE.write(tmp_path)
     (tmp_path / "failure-00007.json").write_text('{"rank": 7')

@@ -472,3 +472,17 @@ def test_bad_input_is_one_line(
     assert len(error.splitlines()) == 1
     assert all(word in error for word in words), error
     assert sorted(Path().rglob("*")) == before
+
+
+def test_a_rank_that_a_shell_has_started_outlives_the_shell(tmp_path: Path) -> None:
+    """`ssh HOST 'RANK=... nohup allranks train ... &'`: its parent is nobody who watches over it."""
+    run, words = tmp_path / "run", "train.steps=8 task.pause=0.1"
+    command = f"RANK=0 WORLD_SIZE=1 nohup {sys.executable} -m allranks train {POINTS} --run run {words} >log 2>&1 &"
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), check=True)
+
+    def ends() -> list[str]:
+        found = Run.open(run).events() if (run / "run.json").is_file() else []
+        return [event["reason"] for event in found if event["event"] == "end"]
+
+    wait_for(ends, "the end of the run")
+    assert ends() == ["done"], (tmp_path / "log").read_text()

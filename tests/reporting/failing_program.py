@@ -70,6 +70,21 @@ def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
+def waits_in_vain() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if RANK == 0:
+        dist.all_reduce(torch.ones(4), group=group)
+    dist.barrier()
+
+
+def too_few_come() -> None:
+    TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=1))
+
+
+def labels_of_another_type() -> None:
+    nn.functional.cross_entropy(torch.ones(2, 4), torch.ones(2))
+
+
 def other_collectives() -> None:
     call: Callable[..., Any] = dist.all_reduce if RANK == 0 else dist.all_gather_object
     call(*([torch.ones(4)] if RANK == 0 else [[None, None], "x"]))

@@ -203,6 +203,31 @@ def test_a_run_whose_machine_went_away_is_told_from_its_state(run: Run) -> None:
     assert found.next == f"`allranks train --resume {run.path}`"
 
 
+def test_what_was_found_earlier_does_not_hide_that_a_journal_breaks_off(run: Run) -> None:
+    spike = {
+        "t": 1.5,
+        "event": "verdict",
+        "kind": "spike",
+        "what": "the loss is a spike",
+        "evidence": [],
+        "next": "look",
+    }
+    start_of(run)
+    start, step = run.journal().read_text().splitlines()
+    run.journal().write_text("\n".join((start, json.dumps(spike), step, "")))
+    found = explain(run.path)
+    assert [one.kind for one in found] == ["crashed", "spike"] and "rank 0's journal breaks off" in found[0].what
+    run.journal().write_text("\n".join((start, step, json.dumps(spike | {"kind": "hang"}), "")))
+    assert [one.kind for one in explain(run.path)] == ["hang"], "it ended the attempt"
+
+
+def test_a_run_that_is_done_has_not_failed(run: Run) -> None:
+    """A record that stands there is of another start."""
+    start_of(run, reason="done")
+    Failure(2, "b", 5, 2.0, 76, "Connection closed by peer", consequence=True).write(run.log().parent)
+    assert explain(run.path) == []
+
+
 def test_a_run_that_was_told_to_stop_is_told_that(run: Run) -> None:
     start_of(run, reason="stopped")
     (found,) = explain(run.path)

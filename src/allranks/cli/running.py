@@ -172,8 +172,10 @@ def _train_as_worker(request: TrainRequest) -> tuple[int, Document | None]:
     from allranks.surviving.aside import call_spawned
     from allranks.training.worker import Assignment, work
 
-    die_with_parent(os.getppid())
-    rank = read_environment(os.environ).rank
+    environment = read_environment(os.environ)
+    if environment.launcher != "environment":  # a shell that sets RANK may end before what it has started
+        die_with_parent(os.getppid())
+    rank = environment.rank
     runs: list[Path] = []
     assignment = Assignment(request, announce=runs.append, aside=call_spawned)
     code = run_recorded(work, (assignment,), rank=rank, folder=None, step=lambda: heartbeat.current().step)

@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TextIO, final
@@ -10,7 +10,7 @@ from typing import BinaryIO, TextIO, final
 from allranks.errors import ConfigError
 from allranks.failure import STOPS, Failure, first_failure, read_failures
 from allranks.own_loops import start_again
-from allranks.reporting.history import find_attempts, peak_memory
+from allranks.reporting.history import Event, find_attempts, peak_memory
 from allranks.reporting.last_attempt import Part, find_logs, find_parts
 from allranks.reporting.log_figures import LogFigures, describe_pieces, tell_memory
 from allranks.reporting.report import Report, report
@@ -64,10 +64,13 @@ def explain(path: Path) -> list[Verdict]:
 
 def explain_run(run: Run) -> list[Verdict]:
     """What the supervisor found, how the workers say they failed, and what their logs show."""
-    found = [_as_verdict(event) for event in run.events() if _is_finding(event)]
+    events, told = run.events(), report(run)
+    found = [_as_verdict(event) for event in events if _is_finding(event)]
     found.reverse()  # the newest ended it
     failures = [one for one in read_failures(run.log().parent) if one.exit_code not in STOPS]
-    failure = first_failure(failures)
+    failure = None if told.state == "done" else first_failure(failures)
+    if failure is None and not _found_after_its_steps(events):
+        found = [*_of_state(told), *found]  # what stands there was lived through
     if failure is not None:
         found.insert(0, _of_failure(failure, run))
     parts = find_parts(run)
@@ -84,7 +87,13 @@ def explain_run(run: Run) -> list[Verdict]:
     found += list({one.kind: one for one in reversed(seen)}.values())[::-1]
     if failure is not None:
         found[0] = _with_figures(found[0], figures, run, failure)
-    return found or _of_state(report(run))
+    return found or _of_state(told)
+
+
+def _found_after_its_steps(events: Sequence[Event]) -> bool:
+    """Whether something was found behind the newest attempt's last step, or with nothing of an attempt at all."""
+    last = max((at for at, event in enumerate(events) if event["event"] in ("start", "step")), default=-1)
+    return any(map(_is_finding, events[last + 1 :]))
 
 
 def _figures_of(run: Run) -> LogFigures:
@@ -148,7 +157,7 @@ def _of_state(told: Report) -> list[Verdict]:
     return [Verdict(told.state, told.because, tuple(evidence), move)]
 
 
-def _is_finding(event: dict[str, object]) -> bool:
+def _is_finding(event: Event) -> bool:
     return event["event"] == "verdict" and event.get("kind") not in NOT_VERDICTS
 
 

@@ -5,6 +5,7 @@ Collected from public threads of the projects whose messages these are, and from
 
 import re
 
+from allranks.reporting.model_signatures import OF_MODELS
 from allranks.reporting.signature import Signature
 
 E1 = Signature(
@@ -13,13 +14,16 @@ E1 = Signature(
     "NCCL waited in vain in {2} (number {1}, {3} values)",
     "compare number, operation and size of all ranks' logs",
 )
-MOVE_THERE = (
-    "take the device of a tensor that a forward makes from another one (device=x.device), and move there what was "
-    "left behind (.to(x.device), register_buffer); a model that device_map='auto' has spread: give it to allranks on "
-    "one device"
-)
 SIGNATURES: tuple[Signature, ...] = (
     E1,
+    Signature(
+        "E1b",
+        r"Timed out waiting (\d+)ms for (recv|send) operation to complete",
+        "over gloo a rank waited {1} ms in vain for another one ({2})",
+        "see which rank made another call, stands still or has ended: compare the last lines of all ranks' logs; "
+        "`py-spy dump --pid` shows where one stands",
+        known="reproduced",
+    ),
     Signature(
         "E2",
         r"Detected mismatch between collectives on ranks",
@@ -44,7 +48,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E4",
-        r"exitcode\s*:\s*-9\b|was killed by SIGKILL",
+        r"exitcode\s*:\s*-9\b|was killed by SIGKILL|\boom_kill event|\bOOMKilled\b",
         "a worker was killed by SIGKILL, most often by the kernel for want of memory",
         "`dmesg | grep -i oom` tells; compare memory of a worker x workers of a host with the host's (or the "
         "container's limit); load checkpoints in shards, lower data.workers or train.micro_batch",
@@ -85,10 +89,19 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E10",
-        r"client socket has timed out after .* trying to connect to \(([^,]+), (\d+)\)",
+        r"client socket has (?:timed out after .* trying to connect to|failed to connect to any network address of) "
+        r"\(([^,]+), (\d+)\)",
         "nobody answered at {1}, port {2}",
         "see from this host whether that name leads to the right address (not 127.0.1.1, not the login node) and "
         "whether a firewall lets the port through: `getent hosts {1}`, `nc -vz {1} {2}`",
+    ),
+    Signature(
+        "E10b",
+        r"waiting for clients\. (\d+)/(\d+) clients joined",
+        "of {2} processes {1} came to the start",
+        "see on the other hosts whether their processes were started, with the same WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT, and what ended them before they came so far",
+        known="reproduced",
     ),
     Signature(
         "E11",
@@ -147,77 +160,11 @@ SIGNATURES: tuple[Signature, ...] = (
         consequence=True,
         beside=("E13", "E13b"),
     ),
-    Signature(
-        "E16",
-        r"Must flatten tensors with uniform `?(requires_grad|dtype)",
-        "FSDP1 cannot put parameters of unequal {1} into one flat one",
-        "use FSDP2 (--layout fsdp does), or FSDP1's use_orig_params=True",
-    ),
-    Signature(
-        "E17",
-        r"Expected to have finished reduction in the prior iteration",
-        "some parameters got no gradient in the step before, on some ranks at least",
-        "TORCH_DISTRIBUTED_DEBUG=INFO names them; name such modules in hints().optional (or say "
-        "world.parallelize(model, find_unused=True)), or let every forward use them",
-        known="reproduced",
-    ),
-    Signature(
-        "E18",
-        r"marked as ready twice",
-        "DDP saw one parameter's gradient twice in a backward",
-        "use non-reentrant checkpointing; look for modules that are shared, or forwarded twice before one backward",
-        known="reproduced",
-    ),
-    Signature(
-        "E19",
-        r"does not seem to reference any FSDP parameters",
-        "the optimizer was made before the model was wrapped, so that it trains nothing",
-        "make the optimizer from the parameters of the wrapped model",
-    ),
-    Signature(
-        "E20",
-        r"'weight' must be 2-D|size mismatch.*\[0\]|got mixed torch\.Tensor and DTensor",
-        "a sharded parameter was used outside of its unit, while it was not gathered",
-        "call the unit's forward, not a submodule's; keep tied weights in one unit",
-    ),
-    Signature(
-        "E21",
-        r"data is not allocated yet|mutable_data|out of bounds for storage of size 0",
-        "a method other than forward ran on a sharded model, past the hooks that gather its parameters",
-        "go through forward, or gather the parameters first (FSDP2: unshard())",
-    ),
-    Signature(
-        "E22",
-        r"found (?:at least two|two different) devices|device_map=['\"]auto['\"]",
-        "tensors of two devices met in one operation",
-        MOVE_THERE,
-        known="general",
-    ),
-    Signature(
-        "E22b",
-        r"is not on the expected device",
-        "tensors of two devices met in one operation",
-        MOVE_THERE,
-        known="reproduced",
-    ),
-    Signature(
-        "E23",
-        r"No inf checks were recorded|Attempting to unscale FP16 gradients",
-        "the scaler of float16 met gradients that need none",
-        "use it with float32 parameters under float16 autocast only; bfloat16 needs no scaler",
-    ),
-    Signature(
-        "E24",
-        r"expected scalar type \w+ but found \w+|Expected query, key, and value to have the same dtype"
-        r"|must have the same dtype, but got|mixed dtype \(C\w+\): expect"
-        r"|Input type \((?:c10::)?(?:Half|BFloat16|float|double)\) and (?:bias|weight) type",
-        "operands have unequal types, often a buffer that mixed precision has not cast",
-        "cast that buffer in forward, or keep it float32 on both sides",
-    ),
+    *OF_MODELS,
     Signature(
         "E25",
-        r"unexpected EOF|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|central directory|might be corrupted"
-        r"|SafetensorError: Error while deserializing|EOFError: Ran out of input",
+        r"unexpected EOF(?! while looking for)|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer"
+        r"|central directory|might be corrupted|SafetensorError: Error while deserializing|EOFError: Ran out of input",
         "a file of a checkpoint is cut short or damaged",
         "go back to the newest whole one; `allranks checkpoint verify RUN` finds it",
     ),
@@ -251,7 +198,8 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E30",
-        r"(?:loss(?:/\w+)?\W{1,4}(?:is )?(?:tensor\()?nan\b|found NaN|non-finite|returned nan values in its|"
+        r"(?:(?:loss|grad_?norm)(?:/\w+)?\W{1,4}(?:is )?(?:tensor\()?nan\b|found (?:nan|inf)\b.*(?:loss|grad)|"
+        r"(?<!no )(?<!not )(?<!without )(?<!any )non-finite|returned nan values in its|grad_?norm\W{1,4}inf\b|"
         # What a best loss begins with is no loss.
         r"^(?!.*(?:best|min|lowest)\w*\W?\w*loss).*loss(?:/\w+)?\W{1,4}(?:is )?(?:tensor\()?inf\b)",
         "the loss or a gradient is no number any more",
@@ -264,6 +212,13 @@ SIGNATURES: tuple[Signature, ...] = (
         r"Rank \d+ has different values for step",
         "ranks resumed from different steps",
         "resume all of them from one checkpoint; see whether a host reads another directory",
+    ),
+    Signature(
+        "E32b",
+        r"DataLoader worker \(pid[^)]*\) is killed by signal: Killed",
+        "a process that loads data was killed by SIGKILL, most often by the kernel for want of memory",
+        "`dmesg | grep -i oom` tells; lower data.workers: each has its own copy of what a dataset makes in it",
+        known="reproduced",
     ),
     Signature(
         "E32",

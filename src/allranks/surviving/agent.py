@@ -162,7 +162,7 @@ class LocalAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = [worker.global_rank for worker in worker_group.workers]
         self._ranks = None if self._member is None else ranks
-        clear_failures(self._log_dir, self._ranks)
+        clear_failures(self._log_dir, self._ranks, worker_group.workers[0].world_size if ranks else None)
         environ = self._environ | ({} if self._member is None else self._member.begin())
         self._kill_at = self._hang = None
         if self._supervisor is not None:

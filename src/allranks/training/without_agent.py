@@ -13,6 +13,7 @@ from typing import Any
 
 from allranks.checkpointing.looking_again import await_run
 from allranks.errors import AllranksError, RunError
+from allranks.failure import clear_failures
 from allranks.parallel.backend import DeviceChoice
 from allranks.process_environment import ProcessEnvironment
 from allranks.request import TrainRequest
@@ -105,6 +106,7 @@ def share_run(prepared: Prepared, request: TrainRequest, processes: Processes) -
         try:
             run = open_run(prepared, request)
             run.begin_attempt()
+            clear_failures(run.log().parent)  # of a start by a launcher that keeps records
             found = {"path": str(run.path.resolve())}
         except AllranksError as error:
             found = {"error": str(error)}
