@@ -1,5 +1,7 @@
 """A second place: what was brought comes back whole, and nothing half-brought or altered ever does."""
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,8 +146,10 @@ def test_what_is_not_answered_once_is_neither_gone_nor_old(mirror: Mirror, tmp_p
 
 def test_what_could_not_be_seen_stays_while_this_process_brings_its_own(mirror: Mirror, tmp_path: Path) -> None:
     for step in (900, 1000):
-        mirror.bring(save_alone(tmp_path / "a", step))
+        Mirror(mirror.url, RUN).bring(save_alone(tmp_path / "a", step))
     mirror.spares = True
+    mirror.prune(1)
+    assert [one.step for one in mirror.list_newest()] == [1000, 900], "nor before it has any"
     for step in (10, 20, 30):
         mirror.bring(save_alone(tmp_path / "b", step, header=header(step, generation=2)))
         mirror.prune(2)
@@ -178,6 +182,60 @@ def test_what_was_half_brought_is_none_and_goes_with_the_next(mirror: Mirror, tm
     mirror.bring(new)
     mirror.prune(1)
     assert [one.step for one in mirror.list_newest()] == [200] and len(mirror._files.ls(mirror._root)) == 1
+
+
+def test_what_fails_in_a_folder_leaves_no_part_of_itself_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror = Mirror(str(tmp_path / "mirror"), RUN)
+    mirror.bring(save_alone(tmp_path / "a", 100))
+
+    def fill(source: Path, target: Path, advanced: Callable[[], None]) -> None:
+        target.write_bytes(source.read_bytes()[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    monkeypatch.setattr("allranks.checkpointing.mirror._copy", fill)
+    with pytest.raises(CheckpointError, match=r"cannot be written: OSError: .*No space left"):
+        mirror.bring(save_alone(tmp_path / "a", 200))
+    assert [path.name for path in Path(mirror._root).iterdir()] == [mirror.list_newest()[0].name]
+
+
+def test_what_comes_to_life_again_takes_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may be bringing the same one meanwhile."""
+    mirror, go_on, ended = Mirror(str(tmp_path / "mirror"), RUN, patience=0.5), threading.Event(), threading.Event()
+
+    def stand(source: Path, target: Path, advanced: Callable[[], None]) -> None:
+        go_on.wait(60)
+        target.write_bytes(b"late")
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
+
+    def take_back(*given: Any) -> None:
+        try:
+            real(*given)
+        finally:
+            ended.set()
+
+    real = Mirror._take_back
+    monkeypatch.setattr("allranks.checkpointing.mirror._copy", stand)
+    monkeypatch.setattr(Mirror, "_take_back", take_back)
+    with pytest.raises(CheckpointError, match="nothing has come further there"):
+        mirror.bring(save_alone(tmp_path / "a", 100))
+    go_on.set()
+    assert ended.wait(60)
+    assert [path.name for path in Path(mirror._root).glob("*/*")] == ["rank-00000.safetensors"]
+
+
+def test_one_whose_seal_was_cut_off_does_not_count_and_is_brought_again(mirror: Mirror, tmp_path: Path) -> None:
+    """COMMITTED is there from the moment it is opened, and a full disk or a kill may leave it empty."""
+    old, new = (save_alone(tmp_path / "a", step) for step in (100, 200))
+    for checkpoint in (old, new):
+        mirror.bring(checkpoint)
+    mirror._files.pipe_file(f"{mirror._root}/{mirror.list_newest()[0].name}/COMMITTED", b"")
+    assert [one.step for one in mirror.list_newest()] == [100]
+    mirror.bring(new)
+    assert [one.step for one in mirror.list_newest()] == [200, 100]
+    assert files_of(mirror.fetch(mirror.list_newest()[0], tmp_path / "b", RUN)) == files_of(new)
+    mirror._files.pipe_file(f"{mirror._root}/{mirror.list_newest()[0].name}/COMMITTED", b"")
+    mirror.prune(1)
+    assert [one.step for one in mirror.list_newest()] == [100], "the good one is no more than keep"
 
 
 @pytest.mark.parametrize("file", ["rank-00000.safetensors", "manifest.json", "COMMITTED"])

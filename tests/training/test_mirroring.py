@@ -1,7 +1,9 @@
 """Checkpoints on their way to a mirror: beside the training, newest first, and back where the run has lost its own."""
 
+import importlib
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -10,6 +12,7 @@ import pytest
 
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.mirror import Mirror
+from allranks.checkpointing.retention import bytes_in
 from allranks.errors import CheckpointError, RunError
 from allranks.observing import heartbeat
 from allranks.run import Run
@@ -17,6 +20,9 @@ from allranks.training.mirroring import Mirroring
 from tests.checkpointing.worlds import save_alone
 from tests.distributed.pool import Pools
 from tests.training.runs import QUICK, damage, events, same_run, saved, start, train, train_outside
+
+# Its names are replaced below, which a type checker would only allow for names that it exports.
+mirror_module: Any = importlib.import_module("allranks.checkpointing.mirror")
 
 OFTEN = ("checkpoint.every=2", "checkpoint.keep=2")
 
@@ -158,8 +164,12 @@ def test_a_mirror_that_refuses_is_told_of_once_and_the_run_goes_on(tmp_path: Pat
     run, url = tmp_path / "run", tmp_path / "mirror"
     url.write_text("a file")
     assert start("Curve", run, "train.steps=6", *OFTEN, f"checkpoint.mirror={url}") == 0
-    told = [event["what"] for event in events(run, "verdict")]
+    *told, last = [event["what"] for event in events(run, "verdict")]
     assert saved(run) == [4, 6] and len(told) in (1, 2), "at the start, and at the first checkpoint"
+    assert last.startswith(str(url)) and last.endswith(
+        "; the run ends, and has no copy of step-00000006 there: a resume makes it"
+    )
+    assert sum("; the run goes on" in line for line in told) == 1
     assert all(str(url) in line and "\n" not in line for line in told)
 
 
@@ -174,11 +184,12 @@ def test_of_those_that_wait_the_newest_alone_is_brought_and_nothing_goes_meanwhi
             brought.append(checkpoint.step)
             advanced()
 
-        def prune(self, keep: int, keep_every: int | None) -> None:
+        def prune(self, keep: int, keep_every: int | None, advanced: Any) -> None:
             assert (keep, keep_every) == (2, None)
 
     slow: Any = Slow()
-    mirroring = Mirroring(slow, 2, None, lambda line: None)
+    told = list[str]()
+    mirroring = Mirroring(slow, 2, None, told.append)
     first, second, third = (save_alone(tmp_path, step) for step in (100, 200, 300))
     for checkpoint in (first, second, third):
         mirroring.bring(checkpoint)
@@ -192,7 +203,7 @@ def test_of_those_that_wait_the_newest_alone_is_brought_and_nothing_goes_meanwhi
     assert brought == [100, 300] and progressed and mirroring.leased() == frozenset()
     mirroring.bring(second)
     mirroring.finish(lambda: None)
-    assert brought[-1] == 200, "it begins again"
+    assert brought[-1] == 200 and told == [], "it begins again"
 
 
 def damage_file(path: Path) -> None:
@@ -210,8 +221,143 @@ class Refusing:
             raise self.errors.pop(0)
         self.brought.append(checkpoint.step)
 
-    def prune(self, keep: int, keep_every: int | None) -> None:
+    def prune(self, keep: int, keep_every: int | None, advanced: Any) -> None:
         """Nothing."""
+
+
+def bring_all(mirroring: Mirroring, *checkpoints: Checkpoint) -> None:
+    """Each after the one before was brought, or was not; the end is not told of."""
+    for checkpoint in checkpoints:
+        mirroring.bring(checkpoint)
+        while mirroring._thread is not None:
+            time.sleep(0.001)
+
+
+def test_each_outage_is_told_of_once_and_what_is_not_there_at_the_end(tmp_path: Path) -> None:
+    mirror, told, away = Mirror(str(tmp_path / "mirror"), "run-a"), list[str](), False
+    real = Mirror._put
+
+    def put(*given: Any) -> None:
+        if away:
+            raise OSError(5, "Input/output error")
+        real(*given)
+
+    mirroring = Mirroring(mirror, 2, None, told.append)
+    saves = [save_alone(tmp_path / "a", step) for step in range(1, 9)]
+    counts = list[int]()
+    with mock.patch.object(Mirror, "_put", put):
+        for checkpoint in saves:
+            away = checkpoint.step in (2, 3, 6, 7, 8)
+            bring_all(mirroring, checkpoint)
+            counts.append(len(told))
+    assert counts == [0, 1, 1, 1, 1, 2, 2, 2]
+    mirroring.finish(lambda: None)
+    assert len(told) == 3 and told[1].endswith("the run goes on, and tries again after every checkpoint")
+    assert told[2].endswith(
+        "Input/output error; the run ends, and has no copy of step-00000008 there: a resume makes it"
+    )
+    bring_all(mirroring, saves[-1])
+    mirroring.finish(lambda: None)
+    assert len(told) == 3 and [found.step for found in mirror.list_newest()] == [8, 5]
+
+
+def test_one_that_nobody_can_bring_any_more_hides_no_outage(tmp_path: Path) -> None:
+    refusing, told = Refusing(CheckpointError("away")), list[str]()
+    mirroring = Mirroring(cast(Any, refusing), 2, 200, told.append)
+    first, second, third = (save_alone(tmp_path, step) for step in (200, 300, 500))
+    bring_all(mirroring, first)
+    shutil.rmtree(first.path)
+    bring_all(mirroring, second)
+    refusing.errors.append(CheckpointError("away again"))
+    bring_all(mirroring, third)
+    assert refusing.brought == [300] and [line.partition(";")[0] for line in told] == ["away", "away again"]
+
+
+def test_what_alone_is_refused_each_time_is_told_of_once_and_at_the_end(tmp_path: Path) -> None:
+    class Choosy(Refusing):
+        """Does not take one that is to stay for ever."""
+
+        def bring(self, checkpoint: Checkpoint, advanced: Any) -> None:
+            if checkpoint.step == 200:
+                raise CheckpointError("not this one")
+            super().bring(checkpoint, advanced)
+
+    choosy, told = Choosy(), list[str]()
+    mirroring = Mirroring(cast(Any, choosy), 2, 200, told.append)
+    bring_all(mirroring, *(save_alone(tmp_path, step) for step in (200, 300, 500, 700)))
+    mirroring.finish(lambda: None)
+    assert choosy.brought == [300, 500, 700]
+    assert [line.partition(";")[0] for line in told] == ["not this one"] * 2 and "copy of step-00000200" in told[1]
+
+
+class Small:
+    """In place of `_copy`: a file system with room for so many checkpoints."""
+
+    def __init__(self, root: Path, room: int) -> None:
+        self.root, self.room, self.real = root, room, mirror_module._copy
+
+    def __call__(self, source: Path, target: Path, advanced: Any) -> None:
+        self.real(source, target, advanced)
+        taken = sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
+        if taken > self.room:
+            with target.open("r+b") as file:
+                file.truncate(target.stat().st_size // 2)
+            raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("takes_back", [True, False], ids=["error", "kill"])
+def test_a_mirror_that_was_full_once_is_filled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_back: bool
+) -> None:
+    """It has room for keep and one more: what was half-brought must not stay in the way of the next one."""
+    root = tmp_path / "mirror"
+    saves = [save_alone(tmp_path / "a", step) for step in range(1, 7)]
+    small = Small(root, int(3.2 * bytes_in(saves[0].path)))
+    monkeypatch.setattr(mirror_module, "_copy", small)
+    if not takes_back:
+        monkeypatch.setattr(Mirror, "_take_back", lambda *given: None)
+    mirror, told = Mirror(str(root), "run-a"), list[str]()
+    mirroring = Mirroring(mirror, 2, None, told.append)
+    bring_all(mirroring, *saves[:2])
+    (root / "ballast").write_bytes(bytes(int(0.7 * bytes_in(saves[0].path))))
+    bring_all(mirroring, saves[2])
+    (root / "ballast").unlink()
+    assert [found.step for found in mirror.list_newest()] == [2, 1] and len(told) == 1
+    if not takes_back:  # another process goes on
+        mirroring = Mirroring(mirror, 2, None, told.append)
+    for checkpoint in saves[3:]:
+        bring_all(mirroring, checkpoint)
+        assert mirror.list_newest()[0].step == checkpoint.step
+        assert len(list(Path(mirror._root).iterdir())) == 2
+    assert len(told) == 1
+
+
+def test_old_ones_that_could_not_go_once_make_room_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = [save_alone(tmp_path / "a", step) for step in range(1, 6)]
+    monkeypatch.setattr(mirror_module, "_copy", Small(tmp_path / "mirror", int(3.2 * bytes_in(saves[0].path))))
+    mirror = Mirror(str(tmp_path / "mirror"), "run-a")
+    mirroring = Mirroring(mirror, 2, None, lambda line: None)
+    bring_all(mirroring, *saves[:2])
+    with mock.patch.object(Mirror, "_prune", side_effect=ConnectionError("reset")):
+        bring_all(mirroring, saves[2])
+    bring_all(mirroring, saves[3])
+    assert [found.step for found in mirror.list_newest()] == [4, 3]
+
+
+def test_a_place_that_stands_still_is_not_waited_for_twice(tmp_path: Path) -> None:
+    mirror, told = Mirror(str(tmp_path / "mirror"), "run-a", patience=0.3), list[str]()
+    mirroring = Mirroring(mirror, 2, None, told.append)
+    with (
+        mock.patch.object(mirror, "_prune", side_effect=TimeoutError("it stands still")),
+        mock.patch.object(mirror, "_bring") as bring,
+    ):
+        bring_all(mirroring, save_alone(tmp_path / "a", 1))
+    assert bring.mock_calls == [] and len(told) == 1 and "it stands still" in told[0]
+    with mock.patch.object(mirror, "_prune", side_effect=PermissionError("no")):
+        bring_all(mirroring, save_alone(tmp_path / "a", 2))
+    assert [found.step for found in mirror.list_newest()] == [2], "who may not delete may bring"
 
 
 def test_a_full_disk_that_takes_no_warning_ends_no_mirroring(tmp_path: Path) -> None:
@@ -227,7 +373,7 @@ def test_a_full_disk_that_takes_no_warning_ends_no_mirroring(tmp_path: Path) -> 
         mirroring.bring(save_alone(tmp_path, step))
         mirroring.finish(lambda: None)
         assert mirroring.leased() == frozenset() and mirroring._thread is None
-    assert refusing.brought == [300] and len(told) == 2, "told with the next one, and then not again"
+    assert refusing.brought == [300] and len(told) == 4, "told with the next one, at both ends, and then not again"
 
 
 def test_what_stays_for_ever_is_brought_however_long_it_waits_and_again_where_it_was_refused(tmp_path: Path) -> None:

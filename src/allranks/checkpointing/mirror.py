@@ -28,6 +28,7 @@ PATIENCE_SECONDS: Final = 900.0
 
 _NAME = re.compile(r"step-(\d{8,18})\.[0-9a-f]{12}")
 _DIGEST_LETTERS: Final = 12
+_SEAL_BYTES: Final = len(seal(b""))
 _BLOCK_BYTES: Final = 32 << 20
 _BUCKETS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
 """Kinds of places without folders, where making one would make a bucket that is missing."""
@@ -74,6 +75,7 @@ class Mirror:
         self._root = f"{root.rstrip('/')}/{run}"
         self._generations: dict[str, int] = {}
         self._was_there = False
+        self._own = 0  # the newest attempt of which this process has brought anything; they count from 1
         self.spares = False
 
     def list_newest(self, advanced: Callable[[], None] = lambda: None) -> list[Mirrored]:
@@ -136,10 +138,22 @@ class Mirror:
         if not self._committed(name):
             self._check_still_there()
             self._make_folder(place)
-            for file in (*checkpoint.manifest.files, MANIFEST_FILE, COMMITTED_FILE):
-                self._put(checkpoint.path / file, f"{place}/{file}", advanced)
-                advanced()
+            try:
+                for file in (*checkpoint.manifest.files, MANIFEST_FILE, COMMITTED_FILE):
+                    self._put(checkpoint.path / file, f"{place}/{file}", advanced)
+                    advanced()
+            except Exception:
+                with suppress(Exception):  # a disk that is full because of it is full for others, too
+                    self._take_back(place, advanced)
+                raise
         self._was_there = True
+        self._own = max(self._own, checkpoint.manifest.generation)
+
+    def _take_back(self, place: str, advanced: Callable[[], None]) -> None:
+        """Remove what was not brought to its end from a file system of this host's; elsewhere it waits for `prune`."""
+        advanced()  # raises where it was given up: whoever came after may be writing there
+        if self._is_local():
+            self._files.rm(place, recursive=True)
 
     def _make_folder(self, place: str) -> None:
         kinds = self._files.protocol
@@ -150,7 +164,7 @@ class Mirror:
         newest = self._list_newest(move)
         kept = {found.name for found in newest[:keep]}
         if self.spares:
-            kept |= {found.name for found in newest if found.generation != newest[0].generation}
+            kept |= {found.name for found in newest if found.generation != self._own}
         if keep_every is not None:
             kept |= {found.name for found in newest if found.step % keep_every == 0}
         for _, name in self._names():
@@ -229,10 +243,10 @@ class Mirror:
 
     def _committed(self, name: str) -> bool:
         try:
-            self._files.info(f"{self._root}/{name}/{COMMITTED_FILE}")
+            size = self._files.info(f"{self._root}/{name}/{COMMITTED_FILE}")["size"]
         except FileNotFoundError:  # and nothing else: `exists` takes any error for an absence
             return False
-        return True
+        return size in (None, _SEAL_BYTES)  # a full disk, or a kill, leaves less of it; None: that place does not tell
 
     def _check_size(self, path: str) -> None:
         size = self._files.size(path)

@@ -52,7 +52,8 @@ def test_a_mirror_that_refuses_is_told_of_and_the_loop_goes_on(
     assert train(str(folder), 3, str(url)) == 0
     said = [line for line in capfd.readouterr().err.splitlines() if str(url) in line]
     assert said and all(line.startswith("warning: ") for line in said)
-    assert len(said) == len(set(said)) == 2, "at the start, and at the first checkpoint"
+    assert len(said) == len(set(said)) == 3, "at the start, at the first checkpoint, and at the end"
+    assert "the run ends, and has no copy of step-00000003 there" in said[-1]
 
 
 def test_where_all_is_lost_and_the_mirror_gives_none_nothing_begins_anew(tmp_path: Path) -> None:
