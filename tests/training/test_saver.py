@@ -149,6 +149,10 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
         assert "warning: " in capsys.readouterr().err
     saver.save(5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"], "it is tried again"
+    monkeypatch.setattr(retention_module, "discard", refuse)
+    for step in (6, 7):
+        saver.save(step)
+    assert len(told) == 2 and "step-00000005 cannot be deleted" in told[1], "what comes after is told of again"
 
 
 class Keeping(Curve):

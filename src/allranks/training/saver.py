@@ -45,8 +45,8 @@ class Saver:
         directory: RUN/checkpoints.
         run: the run's id.
         generation: the attempt, counted over restarts.
-        warn: told once, on rank 0, that old checkpoints cannot be deleted, or that a host lacks the memory to write
-            beside the training; by default it prints that.
+        warn: told, on rank 0, that old checkpoints cannot be deleted, once until they can, or that a host lacks the
+            memory to write beside the training; by default it prints that.
         mirroring: brings what rank 0 has committed to another place; None: nobody does.
 
     Attributes:
@@ -269,6 +269,7 @@ class Saver:
         try:
             leased = self._mirroring.leased() if self._mirroring is not None else ()
             checked(self._directory, keep, self._run, generation=self._generation, leased=leased)
+            self._warned = False
         except (CheckpointError, OSError) as error:
             if not self._warned:
                 self._warn(f"{error}; the run goes on, and tries again at every save")

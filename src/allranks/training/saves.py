@@ -241,8 +241,8 @@ class Saves:
 
     @contextmanager
     def _bearing(self, saver: Saver, step: int) -> Iterator[None]:
-        """What cannot be saved is told of, on the disk each time, and ends the run when there are too many; of a copy
-        in memory it is told once, unless it shows that this attempt is not the newest one. The same on every rank.
+        """What cannot be saved is told of, on the disk each time, and ends the run when there are too many; of copies
+        in memory once until there is one, unless it shows that this attempt is not the newest. The same on every rank.
         """
         try:
             yield
@@ -257,7 +257,7 @@ class Saves:
                 self._tell_of_memory(step, str(error))
 
     def _may_copy(self, memory: MemoryCopies, step: int) -> bool:
-        """Whether nothing is in the way of a copy of `step`; what is, is told once. Collective."""
+        """Whether nothing is in the way of a copy of `step`; what is, is told. Collective."""
         why = memory.obstacle()
         if why:
             self._tell_of_memory(step, why)
@@ -291,10 +291,10 @@ class Saves:
             self._failed.saved()
             if verdict := self._grace.judge(took, self._heart.step_seconds):
                 self._tell(verdict, step)
+        self._told_of_memory &= saver is self._saver  # once there is a copy, what keeps one away is news
         if self._recorder is None:
             return
         seconds = round(took if waited is None else waited, 6)
         more: dict[str, object] = {} if waited is None else {"background_seconds": round(took, 6)}
-        if saver is not self._saver:
-            more["tier"] = "memory"
+        more |= {} if saver is self._saver else {"tier": "memory"}
         self._recorder.write("checkpoint", step=step, samples=samples, path=path.name, seconds=seconds, **more)
