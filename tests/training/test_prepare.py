@@ -282,6 +282,35 @@ def test_texts_are_found_again_from_another_folder(tmp_path: Path, monkeypatch: 
     assert prepare(TrainRequest(task_spec=f"{TASKS}:WithText")).task.settings["text"] is None
 
 
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ("backup", "{here}/backup"),
+        ("file://backup", "{here}/backup"),
+        ("local://../backup", "{here}/../backup"),
+        ("~/backup", "/home/me/backup"),
+        ("/mnt/share", "/mnt/share"),
+        ("file:///mnt/share", "/mnt/share"),
+        ("s3://bucket/folder", "s3://bucket/folder"),
+        ("memory://backup", "memory://backup"),
+        ("none", None),
+    ],
+)
+def test_a_mirror_in_a_folder_is_found_again_from_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, seen: str | None
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    seen = None if seen is None else seen.format(here=tmp_path)
+    request = replace(FIRST, overrides=(f"checkpoint.mirror={given}",), run=tmp_path / "run")
+    prepared = prepare(request)
+    assert prepared.config.checkpoint.mirror == seen
+    open_run(prepared, request).release()
+    assert prepare(request).config == prepared.config
+    monkeypatch.chdir("/")
+    assert prepare(TrainRequest(resume=tmp_path / "run")).config.checkpoint.mirror == seen
+
+
 def test_a_second_writer_is_refused(run: Path) -> None:
     request = TrainRequest(resume=run, overrides=("train.steps=12",))
     holder = Run.open(run)

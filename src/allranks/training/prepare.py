@@ -40,6 +40,7 @@ DEMO, DEMO_NAME = "allranks.training.demo:Text", "demo"
 SKIP = "data.skip"
 MICRO = ("train.micro_batch", "train.micro_steps")
 CHANGED_BY_RUNS = (SKIP, *MICRO)  # after a rollback, after want of memory
+FOLDERS = ("", "file", "local")  # kinds of mirrors, as fsspec has them in front of "://", that are paths here
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def prepare(request: TrainRequest) -> Prepared:
 
 
 def _resolve(request: TrainRequest, defaults: Mapping[str, object], old: Config | None) -> Config:
-    return _anchor_text(
+    return _anchor(
         resolve_config(
             task_defaults=defaults, toml=request.toml, overrides=request.overrides, layout=request.layout, kept=old
         )
@@ -209,21 +210,34 @@ def _prepare_resume(request: TrainRequest, kept: Run) -> Prepared:
         _check_same_task(kept, _absolute(request.task_spec, Path.cwd()))
     kept.check_config()
     old = kept.config()
-    config = _go_around(_anchor_text(override_config(old, request.overrides, request.layout)), old, request.change)
+    config = _go_around(_anchor(override_config(old, request.overrides, request.layout)), old, request.change)
     check_resumable(old, config, request.change)
     decided = any(word.startswith("layout.") for word in decided_overrides(kept))
     unnamed = (decided or not old.layout.chosen) and config.layout == old.layout
     return Prepared(config, kept.task, task_of_run(kept, config), kept, unnamed=unnamed)
 
 
-def _anchor_text(config: Config) -> Config:
-    """`data.text` seen from here, so that a resume from another folder reads the same files. Raises ConfigError."""
-    text = config.data.text
+def _anchor(config: Config) -> Config:
+    """`data.text` and a mirror in a folder seen from here, so that a resume from another folder has the same. Raises
+    ConfigError.
+    """
+    config, text = anchor_mirror(config), config.data.text
     if text is not None:
         seen = str(Path(glob.escape(str(Path.cwd()))) / expand(text))
         config = config.model_copy(update={"data": config.data.model_copy(update={"text": seen})})
     check_text(config)
     return config
+
+
+def anchor_mirror(config: Config) -> Config:
+    """A mirror in a folder (`backup`, `file://backup`) as that folder's path, seen from here; an object store's as it
+    is. Raises ConfigError.
+    """
+    kind, _, path = (config.checkpoint.mirror or "").rpartition("://")
+    if kind not in FOLDERS or not path:
+        return config
+    seen = str(Path.cwd() / expand(path))
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"mirror": seen})})
 
 
 def _existing(path: Path | None) -> Run | None:

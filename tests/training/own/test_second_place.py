@@ -56,6 +56,13 @@ def test_a_mirror_that_refuses_is_told_of_and_the_loop_goes_on(
     assert "the run ends, and has no copy of step-00000003 there" in said[-1]
 
 
+def test_a_mirror_in_a_folder_stays_where_the_loop_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train(str(tmp_path / "run"), 2, "mirror") == 0
+    assert Run.open(tmp_path / "run").config().checkpoint.mirror == str(tmp_path / "mirror")
+    assert mirrored(tmp_path / "run", str(tmp_path / "mirror")) == [2]
+
+
 def test_where_all_is_lost_and_the_mirror_gives_none_nothing_begins_anew(tmp_path: Path) -> None:
     folder, url = tmp_path / "run", tmp_path / "mirror"
     train(str(folder), 2, str(url))

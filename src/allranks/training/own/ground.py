@@ -36,6 +36,7 @@ from allranks.training.own.lowered import Lowered
 from allranks.training.own.models import OwnModels, needs_run
 from allranks.training.own.run import open_own_run
 from allranks.training.own.starts import Whole, copy_whole
+from allranks.training.prepare import anchor_mirror
 from allranks.verdict import Decision
 
 JOINED: list[object] = []  # the World, at most one: a process is in one at a time
@@ -198,7 +199,7 @@ def _resolve(layout: str | None, keep: int, more: Sequence[str], **train: object
         )
     saves = (f"checkpoint.keep={keep}", "checkpoint.seconds=0")  # the loop itself says when it saves
     overrides = [*(f"train.{key}={value}" for key, value in train.items()), *saves, *more]
-    return resolve_config(task_defaults={}, toml=None, overrides=overrides, layout=layout)
+    return anchor_mirror(resolve_config(task_defaults={}, toml=None, overrides=overrides, layout=layout))
 
 
 def _start(environment: ProcessEnvironment, choice: DeviceChoice, timeout_seconds: float) -> DeviceChoice | None:
