@@ -77,6 +77,14 @@ def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
         write_import(fit, tmp_path)
 
 
+def test_what_a_killed_import_left_is_not_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "step-00000000.tmp-imported").mkdir()
+    (tmp_path / "step-00000000.tmp-imported" / "rank-00000.safetensors").write_bytes(b"half")
+    checkpoint = write_import(compare_with(Curve(), values_of(Curve())), tmp_path)
+    verify_files(Checkpoint.open(checkpoint.path))
+    assert list(tmp_path.iterdir()) == [checkpoint.path]
+
+
 class Ending(Curve):
     def model(self) -> nn.Module:
         raise SystemExit(0)

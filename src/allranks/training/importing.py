@@ -1,5 +1,6 @@
 """A foreign model as a checkpoint of a Task: compared with what `model()` makes, and written only where it is that."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Literal, final
 import torch
 from torch import nn
 
-from allranks.checkpointing.checkpoint import Checkpoint, Header, step_name
+from allranks.checkpointing.checkpoint import Checkpoint, Header
 from allranks.checkpointing.parts import Parts
+from allranks.checkpointing.portion import place_of
 from allranks.checkpointing.save import save
 from allranks.errors import CheckpointError
 from allranks.parameter_map import Box, Entry
@@ -96,17 +98,18 @@ def write_import(fit: Fit, directory: Path) -> Checkpoint:
     Raises:
         CheckpointError: it exists already, or cannot be written.
     """
-    if (directory / step_name(0)).exists():
-        raise CheckpointError(
-            f"{directory / step_name(0)} exists already, and is left as it is: name another directory"
-        )
+    header = Header(RUN, 1, "single", 0, 0)
+    place = place_of(directory, header, RUN)
+    if place.target.exists():
+        raise CheckpointError(f"{place.target} exists already, and is left as it is: name another directory")
+    shutil.rmtree(place.temporary, ignore_errors=True)  # of an import that was killed
     parts: Parts = [
         (Entry(f"model.{name}", tuple(value.shape), _type(value), Box.whole(tuple(value.shape)), (0,)), value)
         for name, value in fit.values.items()
     ]
     return save(
         directory,
-        header=Header(RUN, 1, "single", 0, 0),
+        header=header,
         parts=parts,
         aliases={f"model.{alias}": f"model.{name}" for alias, name in fit.aliases.items()},
         state={},
