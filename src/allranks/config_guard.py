@@ -72,7 +72,8 @@ class GuardConfig(Section):
     nonfinite_limit: Count = key(10, "so many such steps in a row end the run with 93", unit="steps")
     digest_every: CountOrZero = key(
         200,
-        "steps between two comparisons of what ranks must have alike, the first after the first step; 0: never",
+        "steps between two comparisons of what ranks must have alike, the first after the first step, "
+        "and copies before each save, too; 0: never",
         unit="steps",
     )
     recompute_every: CountOrZero = key(

@@ -90,6 +90,30 @@ def test_rounds_are_at_the_first_step_and_every_so_many_until_something_is_found
     assert not comparing.due(12), "what has found something looks no further"
 
 
+class Spoilt(Counting):
+    name = "replicas"
+
+
+def test_before_a_save_only_what_spoils_the_state_is_compared_and_once_a_step() -> None:
+    def comparing(every: int, *sentinels: RoundSentinel) -> Comparing:
+        return Comparing(Posted(rounds=Rounds(every), comparing=sentinels), findings()[0], None, config_device())
+
+    other, copies = Counting(1, due=2), Spoilt(1, due=1)
+    those = comparing(200, other, copies)
+    those.compare_copies(7)
+    assert (other.rounds, copies.rounds) == (0, 1)
+    those.compare_copies(7)
+    those.compare(8)
+    those.compare_copies(8)
+    assert (other.rounds, copies.rounds) == (1, 2), "a round has compared them already"
+    copies._due = 2
+    with pytest.raises(GuardError, match="something is odd; the run ends, and nothing more is saved"):
+        those.compare_copies(9)
+    never = Spoilt(1, due=2)
+    comparing(0, never).compare_copies(7)
+    assert never.rounds == 0, "guard.digest_every=0 is never"
+
+
 def heard(config: Any) -> tuple[list[tuple[str, int]], list[bool]]:
     """In a worker of two: rank 1 alone notices something, in the step before the round."""
     those, told = findings()

@@ -406,9 +406,10 @@ class NotedSaver:
         self.saved_step = step
 
 
-def make_saves() -> tuple[Saves, Any]:
+def make_saves(check: Callable[[int], None] = lambda step: None) -> tuple[Saves, Any]:
     saver: Any = NotedSaver()
-    return Saves(saver, lambda: 0, Stopwatch(), Heartbeat(), None, lambda verdict, step: None), saver
+    stopwatch, heart = Stopwatch(), Heartbeat()
+    return Saves(saver, lambda: 0, stopwatch, heart, None, lambda verdict, step: None, check=check), saver
 
 
 def told(saving: int | None, **counts: int) -> tuple[Pending, Agreed]:
@@ -420,7 +421,7 @@ def test_a_checkpoint_goes_on_only_by_what_was_agreed_of_it() -> None:
     saves, saver = make_saves()
     assert saves.standing() is NOTHING
     saves.hear(*told(None))
-    saves.begin(2, lambda: None)
+    saves.begin(2)
     (save,) = saver.begun
     save.written = True
     assert saves.standing() == Saving(2, written=True)
@@ -436,23 +437,26 @@ def test_a_checkpoint_goes_on_only_by_what_was_agreed_of_it() -> None:
 
 def test_a_failure_is_heard_before_anything_else() -> None:
     saves, saver = make_saves()
-    saves.begin(2, lambda: None)
+    saves.begin(2)
     saves.hear(*told(2, written=2, committed=1, failed=1))
     assert saver.begun[0].asked == ["fail"] and saver.saved_step == -1
 
 
-def test_nothing_is_committed_before_its_step_is_known_to_be_alike() -> None:
-    """On CUDA agreements are read late: waiting may come before the one of the very step that is saved."""
-    saves, saver = make_saves()
+@pytest.mark.parametrize("way", ["beside", "at the end"])
+def test_nothing_is_kept_of_what_may_not_be_and_what_was_begun_before_is(way: str) -> None:
+    checked = list[int]()
 
-    def refuse() -> None:
-        raise TaskError(NOT_ALIKE)
+    def check(step: int) -> None:
+        checked.append(step)
+        if step == 6:
+            raise TaskError(NOT_ALIKE)
 
-    saves.begin(4, refuse)
+    saves, saver = make_saves(check)
+    saves.begin(4)
     with pytest.raises(TaskError, match=NOT_ALIKE):
-        saves.begin(6, lambda: None)
-    saves.close()
-    assert saver.begun[0].asked == ["abandon"] and len(saver.begun) == 1
+        saves.begin(6) if way == "beside" else saves.save_last(6)
+    assert checked == [4, 6] and saver.saved_step == 4
+    assert saver.begun[0].asked == ["settle"] and len(saver.begun) == 1
 
 
 class NotedCopies:
@@ -469,39 +473,40 @@ class NotedCopies:
         return ""
 
 
-def with_copies(every: int, copied: int) -> tuple[Saves, Any, Any, list[str]]:
+def with_copies(
+    every: int, copied: int, check: Callable[[int], None] = lambda step: None
+) -> tuple[Saves, Any, Any, list[str]]:
     """Saves that write to the disk every so many steps and to memory every so many, beside the steps."""
     saver: Any = NotedSaver()
     saver.due = lambda step: step % every == 0
     copies: Any = NotedCopies(copied)
     said = list[str]()
     tell: Any = lambda verdict, step: said.append(verdict.what)  # noqa: E731
-    saves = Saves(saver, lambda: 0, Stopwatch(), Heartbeat(), None, tell, copies)
+    saves = Saves(saver, lambda: 0, Stopwatch(), Heartbeat(), None, tell, copies, check=check)
     return saves, saver, copies.saver, said
 
 
 def test_what_is_due_in_both_places_goes_to_the_disk_and_a_copy_waits_for_nothing() -> None:
     saves, disk, memory, _ = with_copies(4, 1)
     for step in range(1, 5):
-        saves.at_boundary(step, lambda: None, lambda: None)
+        saves.at_boundary(step)
     assert [save.step for save in memory.begun] == [1], "2 and 3 came while it was being written"
     assert memory.begun[0].asked == ["give_way"] and [save.step for save in disk.begun] == [4]
-    saves.at_boundary(5, lambda: None, lambda: None)
+    saves.at_boundary(5)
     assert len(memory.begun) == 1 and saves.standing().step == 4
     saves.hear(*told(4, written=2, committed=1))
-    saves.at_boundary(6, lambda: None, lambda: None)
+    saves.at_boundary(6)
     assert [save.step for save in memory.begun] == [1, 6] and (disk.saved_step, memory.saved_step) == (4, 1)
 
 
 def test_nothing_is_kept_of_a_step_that_is_gone_back_from() -> None:
-    saves, disk, memory, _ = with_copies(4, 1)
-
-    def refuse() -> None:
+    def refuse(step: int) -> None:
         raise RollbackError("the loss is a spike")
 
+    saves, disk, memory, _ = with_copies(4, 1, refuse)
     for step in (3, 4):
         with pytest.raises(RollbackError):
-            saves.at_boundary(step, refuse, lambda: None)
+            saves.at_boundary(step)
     assert disk.begun == memory.begun == []
 
 
@@ -512,18 +517,18 @@ def test_the_disk_does_not_wait_for_a_copy_and_nobody_calls_the_disk_slow(
     monkeypatch.setattr("allranks.training.saves.SLOW_SECONDS", 0.0)
     saves, disk, memory, said = with_copies(4, 1)
     disk.tidy = disk.save = lambda *step: Path("step-4")
-    saves.at_boundary(3, lambda: None, lambda: None)
+    saves.at_boundary(3)
     memory.begun[0].give_way = lambda: memory.begun[0].asked.append("give_way")  # and is not committed
     if last:
         saves.save_last(4)
     else:
-        saves.at_boundary(4, lambda: None, lambda: None)
+        saves.at_boundary(4)
     assert memory.begun[0].asked == ["give_way"] and memory.saved_step == -1 and said == []
 
 
 def test_who_is_not_the_newest_attempt_ends_and_deletes_nothing() -> None:
     saves, _, memory, said = with_copies(100, 1)
-    saves.at_boundary(1, lambda: None, lambda: None)
+    saves.at_boundary(1)
 
     def fail() -> None:
         raise CheckpointError(f"step-1 is from attempt 3 of this run, this is attempt 2: {TAKEN_OVER}")
@@ -542,7 +547,7 @@ def test_a_copy_that_fails_beside_the_steps_is_told_of_once_and_ends_nothing(hea
         raise CheckpointError("step was not saved: rank 1: No space left on device")
 
     for step in (1, 2):
-        saves.at_boundary(step, lambda: None, lambda: None)
+        saves.at_boundary(step)
         memory.begun[-1].fail = memory.begun[-1].give_way = fail
         if heard:
             saves.hear(*told(step, failed=1))
@@ -551,7 +556,7 @@ def test_a_copy_that_fails_beside_the_steps_is_told_of_once_and_ends_nothing(hea
         assert saves.standing() is NOTHING
     assert memory.forgotten == [1, 2] and memory.saved_step == -1
     assert len(said) == 1 and "no copy of step 1" in said[0] and "rank 1: No space left" in said[0]
-    saves.at_boundary(100, lambda: None, lambda: None)
+    saves.at_boundary(100)
     disk.begun[-1].settle = fail
     with pytest.raises(CheckpointError):
         saves.wait()

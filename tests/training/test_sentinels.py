@@ -27,6 +27,45 @@ def test_a_flipped_bit_ends_the_run(pool: Pools, tmp_path: Path) -> None:
     assert saved(run) == [step - 4, step - 2][step == 4 :], "what is not alike is not saved"
 
 
+@pytest.mark.sample(2)
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("settings", "before"),
+    [
+        (("checkpoint.every=2",), 2),
+        (("checkpoint.every=2", "checkpoint.asynchronous=true"), 2),
+        (("checkpoint.every=1", "checkpoint.keep=9"), 1),
+        (("checkpoint.every=100",), 12),
+    ],
+    ids=["every second step", "beside the steps", "every step", "the last one alone"],
+)
+def test_copies_are_compared_before_each_save(
+    pool: Pools, tmp_path: Path, settings: tuple[str, ...], before: int
+) -> None:
+    """The flip lies between two rounds, or behind the last one; what is saved was alike, and is gone on from."""
+    run, small = tmp_path / "run", (*SMALL, "guard.digest_every=100", *settings)
+    refusals = train_outside(pool, 3, "Flipping", *small, "task.flip_at=12", run=run, layout="ddp")
+    (verdict,) = events(run, "verdict")
+    step = verdict["step"]
+    assert verdict["kind"] == "replicas_differ" and all(str(told).startswith("GuardError: after ") for told in refusals)
+    alike = max(1, step - before)
+    assert f"at step {alike} all were alike" in verdict["evidence"], "since that save, or the first round"
+    assert max(saved(run), default=0) == step - before, "neither is what is not alike saved, nor does a good one go"
+
+
+@pytest.mark.distributed
+def test_a_copy_in_memory_is_compared_too(pool: Pools, tmp_path: Path) -> None:
+    run, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir()
+    (memory / "lease").touch()
+    settings = (*SMALL, "guard.digest_every=100", "checkpoint.every=100", "checkpoint.memory_every=2")
+    train_outside(pool, 3, "Flipping", *settings, "task.flip_at=12", run=run, layout="ddp", memory=memory)
+    (verdict,) = events(run, "verdict")
+    step = verdict["step"]
+    assert verdict["kind"] == "replicas_differ" and step < 12
+    assert [one["step"] for one in events(run, "checkpoint")] == list(range(2, step, 2)) and saved(run) == []
+
+
 @pytest.mark.distributed
 def test_buffers_that_nobody_broadcasts_end_the_run(pool: Pools, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -54,9 +54,13 @@ class Rounds:
 
     Args:
         every: steps between two; 0: none at all.
+
+    Attributes:
+        off: whether there are none at all.
     """
 
     def __init__(self, every: int) -> None:
+        self.off = every == 0
         self._every = every
         self._first: int | None = None
 

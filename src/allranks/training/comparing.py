@@ -15,11 +15,15 @@ from allranks.stepping.alike import everyones
 from allranks.stepping.pace import STEPS
 from allranks.stepping.posting import Posted
 from allranks.stepping.recomputing import Recomputing
+from allranks.stepping.sentinel import RoundSentinel
 from allranks.verdict import Verdict
 
 CHECKPOINT: Final = "checkpoint"
 DAMAGED = frozenset(("replicas", "shards", STEPS, CHECKPOINT, Recomputing.name))
-"""What these find is in the parameters, or in the checkpoint, already: nothing of it may be saved."""
+"""What these find is in the parameters, or in the checkpoint, already: nothing of it may be saved.
+
+Those of them that compare ranks do so before each save, too: what was saved was alike, so a run can go back to it.
+"""
 
 
 @final
@@ -61,6 +65,7 @@ class Comparing:
         self._posted, self._findings = posted, findings
         self._group, self._device = group, device
         self._left = list(posted.comparing)
+        self._compared: int | None = None
 
     def due(self, step: int) -> bool:
         """Whether the ranks are compared after `step` steps."""
@@ -72,12 +77,27 @@ class Comparing:
         Raises:
             GuardError: a finding ends the run.
         """
-        if not self._left:
+        self._compare(self._left, step)
+
+    def compare_copies(self, step: int) -> None:
+        """Compare what is saved of step `step`, but for what was compared after it already; collective.
+
+        Samples and random numbers are left to the rounds, which their sentinels prepare for while the step is made.
+
+        Raises:
+            GuardError: a finding ends the run.
+        """
+        if step != self._compared and not self._posted.rounds.off:
+            self._compare([one for one in self._left if one.name in DAMAGED], step)
+
+    def _compare(self, sentinels: Sequence[RoundSentinel], step: int) -> None:
+        self._compared = step
+        if not sentinels:
             return
-        told = everyones({one.name: one.tell() for one in self._left}, self._group, self._device)
-        verdicts = {one.name: one.judge([rank[one.name] for rank in told], step) for one in self._left}
+        told = everyones({one.name: one.tell() for one in sentinels}, self._group, self._device)
+        verdicts = {one.name: one.judge([rank[one.name] for rank in told], step) for one in sentinels}
         # One that has found something would find it again in every round.
-        self._left = [one for one in self._left if verdicts[one.name] is None]
+        self._left = [one for one in self._left if verdicts.get(one.name) is None]
         for name, verdict in verdicts.items():
             self._findings.conclude(name, verdict, step)
 

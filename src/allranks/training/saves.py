@@ -41,7 +41,6 @@ class _UnderWay:
     Attributes:
         saver: who writes it.
         samples: consumed when it was begun.
-        check: to be called before it may be committed out of its turn.
         began: when, by the clock of `time.perf_counter`.
         waited: seconds that the training has waited for it so far.
     """
@@ -49,7 +48,6 @@ class _UnderWay:
     saver: Saver
     save: BackgroundSave
     samples: int
-    check: Callable[[], object]
     began: float
     waited: float
 
@@ -66,6 +64,8 @@ class Saves:
         memory: copies between those that the saver writes; None: none.
         begun: the step that this process goes on from.
         grace: how long after a request to stop workers are killed; inf: nobody kills them.
+        check: sees that what is live after so many steps may be kept, and raises where not; called before each save,
+            wherever to, after the one before is settled. Collective.
 
     Attributes:
         newest: (step, position in the order of samples) of the newest checkpoint or copy, or of where this process
@@ -83,6 +83,7 @@ class Saves:
         memory: MemoryCopies | None = None,
         begun: int = 0,
         grace: float = math.inf,
+        check: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._saver = saver
         self._position = position
@@ -94,17 +95,12 @@ class Saves:
         self.newest = begun, position()
         self._told_of_slowness = self._told_of_memory = False
         self._took = 0.0
-        self._memory = memory
+        self._memory, self._check = memory, check
         self._failed = FailedSaves(saver.failures)
         self._grace = Grace(grace, beside=saver.beside, in_memory=memory is not None)
 
-    def at_boundary(self, step: int, judge: Callable[[], object], check: Callable[[], object]) -> None:
-        """Save after `step` steps, if the config asks for it: on the disk, or else in memory; collective.
-
-        Args:
-            judge: raises where this step is not to be gone on from; called before anything of it is kept.
-            check: sees that the ranks have made this step alike, and raises where they have not.
-        """
+    def at_boundary(self, step: int) -> None:
+        """Save after `step` steps, if the config asks for it: on the disk, or else in memory; collective."""
         copy = self._memory is not None and self._memory.due(step)
         if self._saver.due(step):
             saver = self._saver
@@ -113,11 +109,9 @@ class Saves:
             saver = self._memory.saver
         else:
             return
-        judge()
         if saver.goes_beside():
-            self.begin(step, check, saver)
+            self.begin(step, saver)
         else:
-            check()
             self.wait()
             with self._bearing(saver, step):
                 self._save(step, saver)
@@ -131,6 +125,7 @@ class Saves:
     def _save(self, step: int, saver: Saver) -> None:
         if saver.saved_step == step:
             return
+        self._check(step)
         started = time.perf_counter()
         self._heart.enter("checkpoint")
         self.flush()
@@ -152,22 +147,18 @@ class Saves:
         self._saver.finish(self._heart.progress)
         self._stopwatch.mark("checkpoint")
 
-    def begin(self, step: int, check: Callable[[], object], saver: Saver | None = None) -> None:
-        """Begin to save beside the training, by default on the disk, after the one before; collective.
-
-        Args:
-            check: sees that the ranks have made this step alike, and raises where they have not; nothing is committed
-                before it was called, or all that came before this checkpoint's own agreements was read.
-        """
+    def begin(self, step: int, saver: Saver | None = None) -> None:
+        """Begin to save beside the training, by default on the disk, after the one before; collective."""
         held_up = self._under_way
         self.wait()
         if held_up is not None and held_up.saver is self._saver:
             self._tell_of_slowness(held_up, step)
+        self._check(step)
         started, saver = time.perf_counter(), saver or self._saver
         self._heart.enter("checkpoint")
         save = saver.begin(step, self.flush)
         waited = time.perf_counter() - started
-        self._under_way = _UnderWay(saver, save, self._position(), check, started, waited)
+        self._under_way = _UnderWay(saver, save, self._position(), started, waited)
         self._stopwatch.mark("checkpoint")
 
     def standing(self) -> Saving:
@@ -205,7 +196,6 @@ class Saves:
             return
         started = time.perf_counter()
         self._heart.enter("checkpoint")
-        under_way.check()
         self._under_way = None
         with self._bearing(under_way.saver, under_way.save.step):
             counts = True

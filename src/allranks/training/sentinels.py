@@ -51,12 +51,21 @@ class Sentinels:
 
     def due(self, step: int) -> bool:
         """Whether the ranks are compared after `step` steps; not while the copies of local_sgd are apart."""
-        outer = self._session.outer
-        return self._comparing.due(step) and (outer is None or not outer.apart)
+        return self._comparing.due(step) and not self._apart
 
     def compare(self, step: int) -> None:
         """Compare the ranks after step `step`; collective. Raises GuardError: a finding ends the run."""
         self._comparing.compare(step)
+
+    def compare_copies(self, step: int) -> None:
+        """Compare what is saved of step `step`, as `due` and `compare`; collective. Raises GuardError."""
+        if not self._apart:
+            self._comparing.compare_copies(step)
+
+    @property
+    def _apart(self) -> bool:
+        outer = self._session.outer
+        return outer is not None and outer.apart
 
     def recomputes(self, step: int) -> bool:
         """Whether gradients are computed twice after step `step`."""

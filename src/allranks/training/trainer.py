@@ -98,16 +98,15 @@ class Trainer:
         saver.prove, saver.expect = self._sentinels.prove, self._sentinels.expect
         self._heart = heartbeat.current()
         self._heart.order(session.stream.num_samples if session.stream.order == "map" else None)
-        told = (stopwatch, self._heart, recorder, self._tell)
-        stream = session.stream
-        self._saves = Saves(saver, lambda: stream.position, *told, memory, stream.step, guard.stop_seconds)
+        told, stream = (stopwatch, self._heart, recorder, self._tell), session.stream
+        self._saves = Saves(saver, lambda: stream.position, *told, memory, stream.step, guard.stop_seconds, self._check)
+        self._newest: Pending | None = None
         session.step.saving = self._saves.standing
         self._rollbacks = Rollbacks(session, self._saves, leave_out, self._tell)
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
         waits = session.processes.device.type != "cuda" or guard.spike == "rollback"
         self._lag = 0 if waits else 1
-        limit = session.config.train.max_seconds
-        self._limit = TimeLimit(limit, began, self._lag, self._saves.seconds_to_save)
+        self._limit = TimeLimit(session.config.train.max_seconds, began, self._lag, self._saves.seconds_to_save)
         session.step.expired = self._limit.is_reached
         self._clock = saver.clock
         session.step.due = self._clock.vote
@@ -126,7 +125,7 @@ class Trainer:
         self._stopwatch.mark("other")
         with session.loader() as loader, Noting():
             batch = self._load(loader, None)
-            before = session.step.agree_first(batch) if batch is not None else None
+            self._newest = before = session.step.agree_first(batch) if batch is not None else None
             older = before
             done = session.stream.step
             self._stopwatch.mark("input")
@@ -153,7 +152,8 @@ class Trainer:
                 self._record(batch, before, outcome, started)
                 done = batch.step + 1
                 self._heart.finish_step(done)
-                self._boundary(batch, outcome.pending)
+                self._newest = outcome.pending
+                self._boundary(batch, done)
                 older, before, batch = before, outcome.pending, outcome.upcoming
         if before is not None and older is not None:
             self._rollbacks.hear(before)
@@ -213,24 +213,31 @@ class Trainer:
         # step of nobody's samples would still move the parameters.
         return "done" if batch.exhausted and before.read().next_samples == 0 else None
 
-    def _boundary(self, batch: StepBatch, pending: Pending) -> None:
-        step = batch.step + 1
+    def _boundary(self, batch: StepBatch, step: int) -> None:
         if self._sentinels.recomputes(step):
-            self._heart.progress()
-            self._read(pending, step)
-            self._sentinels.recompute(batch, step)
-            self._stopwatch.mark("other")
+            self._look(step, lambda: self._sentinels.recompute(batch, step))
         if self._sentinels.due(step):
-            self._heart.progress()
-            self._read(pending, step)
-            self._sentinels.compare(step)
-            self._stopwatch.mark("other")
+            self._look(step, lambda: self._sentinels.compare(step))
         # Saved before it is evaluated: metrics that fail lose no step.
-        self._saves.at_boundary(step, lambda: self._rollbacks.hear(pending), lambda: self._read(pending, step))
+        self._saves.at_boundary(step)
         evaluate_every = self._session.config.evaluate.every
         if evaluate_every and step % evaluate_every == 0:
             self._evaluate(step)
             self._heart.enter("step")
+
+    def _check(self, step: int) -> None:
+        """See that what is live after `step` steps may be kept; collective. Raises an AllranksError where not."""
+        if self._newest is not None:
+            self._rollbacks.hear(self._newest)
+        self._look(step, lambda: self._sentinels.compare_copies(step))
+
+    def _look(self, step: int, look: Callable[[], None]) -> None:
+        """Have sentinels look at the ranks after step `step`, which all of them have made alike; collective."""
+        self._heart.progress()
+        if self._newest is not None:
+            self._read(self._newest, step)
+        look()
+        self._stopwatch.mark("other")
 
     def _end(self, reason: Reason, step: int) -> Ending:
         self._saves.save_last(step)

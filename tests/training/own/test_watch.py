@@ -123,6 +123,13 @@ def test_a_mistake_is_named(pool: Pools, tmp_path: Path, name: str) -> None:
         assert verdict["what"].endswith("the run goes on") and saved[-1] == 5
 
 
+def test_copies_are_compared_before_each_save(pool: Pools, tmp_path: Path) -> None:
+    """The bit flips between two rounds."""
+    for told in pool(2).run(spoilt, str(tmp_path), "ddp", flip):
+        assert told.startswith("GuardError: after step 3 rank 0") and "resume from a checkpoint of step 2" in told
+    assert max(saved(tmp_path)) == 2
+
+
 def replace_layer(world: Any, model: Any, step: int) -> None:
     if step == 2:
         model.heads[0] = nn.Linear(8, 5, dtype=torch.float64)

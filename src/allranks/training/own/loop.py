@@ -248,8 +248,8 @@ class OwnLoop:
 
     def _save(self) -> Path:
         assert self._saver is not None
-        self._step.watch.check()
         self._step.agreed(0)  # nothing is kept of a step in which the ranks have parted
+        self._step.watch.check_copies(self.done)
         logbook, mark = self.open(), self._ground.stopwatch.mark
         mark("other")
         started = time.perf_counter()

@@ -1,10 +1,12 @@
-"""The sentinels of a loop of one's own: ranks are compared after its first step, every so many, and at its end.
+"""The sentinels of a loop of one's own: ranks are compared after its first step, every so many, and at its end; what
+they must have alike before each save, too.
 
 The first checkpoint is held against the run, as that of a Task is. What `allranks train` hears in the agreement of
 every step is told in these rounds. The learning rate and the steps are the user's: nobody watches them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -162,16 +164,24 @@ class OwnWatch:
         assert self._step is not None and self._loop is not None
         spread, stream = self._guards.link.spread, self._loop.order
         live = Stepped(self._processes, spread, self._stepping, stream, self._step.beside)
-        try:
+        with self._stopping():
             self._findings.conclude(CHECKPOINT, prove(checkpoint, live, contents), checkpoint.step)
-        except GuardError as error:
-            self.stopped = error
-            raise
 
     def check(self) -> None:
         """Raise again what has ended the run: nothing more is saved of it."""
         if self.stopped is not None:
             raise self.stopped
+
+    def check_copies(self, step: int) -> None:
+        """See that what is live after step `step` may be saved: copies are alike, unless they train apart; collective.
+
+        Raises:
+            GuardError: on every rank: they are not, or another finding has ended the run before.
+        """
+        self.check()
+        if self._guards is not None and not self._apart:
+            with self._stopping():
+                self._guards.comparing.compare_copies(step)
 
     @property
     def _apart(self) -> bool:
@@ -181,12 +191,18 @@ class OwnWatch:
     def _hold_round(self, step: int) -> None:
         assert self._guards is not None and self._step is not None
         self._step.agreed(0)  # ranks that ran different modules are told so first
-        try:
+        with self._stopping():
             # Before the comparison: what a rank has noticed by itself says more.
             self._guards.comparing.hear(step)
             if not self._apart:
                 self._owed, self._compared = False, step
                 self._guards.comparing.compare(step)
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Keep the finding that ends the run."""
+        try:
+            yield
         except GuardError as error:
             self.stopped = error
             raise
