@@ -21,6 +21,7 @@ from allranks.checkpointing.checkpoint import (
     seal,
     verify_files,
 )
+from allranks.checkpointing.retention import prune
 from allranks.errors import CheckpointError
 from tests.checkpointing.worlds import counted_reads, flip, save_alone
 
@@ -170,6 +171,37 @@ def test_the_newest_good_one_is_found_and_the_others_are_accounted_for(tmp_path:
     assert opened == [tmp_path / "step-00000400" / DATA] and not read
     none, skipped = newest_good(tmp_path, "run-b")
     assert none is None and len(skipped) == 4
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_run_that_goes_on_while_its_newest_is_read_deletes_nothing_that_counts(tmp_path: Path, good: bool) -> None:
+    asked = list[int]()
+
+    def check(checkpoint: Checkpoint) -> None:
+        asked.append(checkpoint.step)
+        if len(asked) == 1:
+            for step in (300, 400):
+                save_alone(tmp_path, step)
+            gone = prune(tmp_path, 2, check=check_sizes)
+            assert tmp_path / "step-00000100" in gone and checkpoint.path.is_dir(), "what is read stays"
+        if not good and checkpoint.step == 200:
+            raise CheckpointError("damaged")
+        verify_files(checkpoint)
+
+    for step in (100, 200):
+        save_alone(tmp_path, step)
+    found, skipped = newest_good(tmp_path, "run-a", check)
+    assert found is not None and skipped == []
+    assert (found.step, asked) == ((200, [200]) if good else (400, [200, 400])), "of those that are there now"
+
+
+def test_where_all_that_were_listed_are_gone_there_is_none(tmp_path: Path) -> None:
+    def check(checkpoint: Checkpoint) -> None:
+        shutil.rmtree(checkpoint.path)  # by hand, which no lock keeps anybody from
+        verify_files(checkpoint)
+
+    save_alone(tmp_path, 100)
+    assert newest_good(tmp_path, "run-a", check) == (None, [])
 
 
 def test_the_module_imports_neither_torch_nor_numpy() -> None:

@@ -17,7 +17,7 @@ from allranks.run import Run
 from allranks.training import load as load_module
 from allranks.training import snapshot as snapshot_module
 from allranks.training.load import load, make_task, task_of_run
-from tests.training.runs import TASKS, damage, events, start, train
+from tests.training.runs import TASKS, damage, events, saved, start, train
 from tests.training.tasks import Curve, points
 
 
@@ -141,6 +141,22 @@ def test_an_older_checkpoint_is_never_taken_silently(tmp_path: Path) -> None:
     damage(run, 1)
     with pytest.raises(CheckpointError, match="no good checkpoint"):
         load(run)
+
+
+def test_what_is_loaded_stays_from_when_it_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen = tmp_path / "run", list[Path]()
+    assert start("Curve", run, "train.steps=3") == 0
+    real = load_module.task_of_run
+
+    def look(run: Run) -> Any:
+        (path,) = (run.checkpoints / f"step-{step:08d}" for step in saved(run.path))
+        assert unless_read(path, lambda path: pytest.fail(f"{path} is read")) is None
+        seen.append(path)
+        return real(run)
+
+    monkeypatch.setattr(load_module, "task_of_run", look)
+    load(run)
+    assert seen
 
 
 def test_loading_leaves_the_callers_random_numbers_alone(tmp_path: Path) -> None:

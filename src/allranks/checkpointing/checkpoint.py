@@ -24,7 +24,7 @@ from typing import Final
 from allranks import fault_points
 from allranks.checkpointing.index import read_index
 from allranks.checkpointing.manifest import MANIFEST_BYTES_CAP, Manifest, parse_manifest, sha256_hex
-from allranks.checkpointing.reading import COMMITTED_FILE
+from allranks.checkpointing.reading import COMMITTED_FILE, held
 from allranks.checkpointing.tensor_file import OpenFile, open_regular
 from allranks.durable import sync
 from allranks.errors import CheckpointError
@@ -168,17 +168,29 @@ def newest_good(
 
     `check` looks at the files, and reads every byte by default. `check_sizes` is enough before a `restore`, which
     checks what it reads. The caller says loudly that something was skipped. None: there is no good one.
+
+    The run may go on meanwhile: what is looked at stays (reading.py), and where what was listed has been deleted before
+    its turn, what is there now is looked at: nothing that is only too old counts as damaged.
     """
-    skipped = []
-    for path in list_checkpoints(directory):
-        try:
-            checkpoint = Checkpoint.read(path, run_id)
-            check(checkpoint)
-        except CheckpointError as error:
-            skipped.append(Skipped(path, str(error)))
+    bad, listed = dict[Path, str](), list_checkpoints(directory)
+    while listed:
+        skipped = list[Skipped]()
+        for path in listed:
+            try:
+                if path not in bad:
+                    with held(path):
+                        checkpoint = Checkpoint.read(path, run_id)
+                        check(checkpoint)
+                    return checkpoint, skipped
+            except CheckpointError as error:
+                if not os.path.lexists(path):
+                    break
+                bad[path] = str(error)
+            skipped.append(Skipped(path, bad[path]))
         else:
-            return checkpoint, skipped
-    return None, skipped
+            return None, skipped
+        listed = list_checkpoints(directory)
+    return None, []
 
 
 def discard(path: Path, rename: Callable[[Path], Path | None] | None = None) -> bool:

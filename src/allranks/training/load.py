@@ -41,14 +41,15 @@ def load(path: str | Path, task: Task | str | None = None, *, ema: bool = False)
         checkpoint, skipped = newest_of_run(run.checkpoints, run.id)
         if checkpoint is None:
             raise CheckpointError(f"{run.checkpoints} holds no checkpoint yet: nothing to load")
-        for line in tell_writers((run.path, run.checkpoints)):
-            warnings.warn(line, stacklevel=2)
-        for reason in skipped:
-            warnings.warn(f"{checkpoint.path.name} is loaded, not the newest: {reason}", stacklevel=2)
-        if task is None:
-            task = task_of_run(run)
-        made = task if isinstance(task, Task) else make_task(task, run.config())
-        return read_model(checkpoint, made, ema=ema)
+        with held(checkpoint.path):  # the run may go on, and a Task may take long to be made
+            for line in tell_writers((run.path, run.checkpoints)):
+                warnings.warn(line, stacklevel=2)
+            for reason in skipped:
+                warnings.warn(f"{checkpoint.path.name} is loaded, not the newest: {reason}", stacklevel=2)
+            if task is None:
+                task = task_of_run(run)
+            made = task if isinstance(task, Task) else make_task(task, run.config())
+            return read_model(checkpoint, made, ema=ema)
     checkpoint = Checkpoint.open(path)
     if task is None:
         raise TaskError(f"{path} is a checkpoint, which names no code: say load(path, task='file.py:Name')")

@@ -65,7 +65,8 @@ def _look(directory: Path, run: str, check: Callable[[Checkpoint], None]) -> tup
     checkpoint, skipped = newest_good(directory, run, check)
     bad = {skip.path: skip.reason for skip in skipped}
     for path in _named(directory):
-        if not (path / COMMITTED_FILE).exists():  # a name is given after it is in there: it was lost since
+        # A name is given after it is in there: it was lost since, unless all of it has been deleted meanwhile.
+        if not (path / COMMITTED_FILE).exists() and path.is_dir():
             bad[path] = f"{path} has lost its {COMMITTED_FILE} file"
     return checkpoint, bad
 
