@@ -251,3 +251,18 @@ def test_killed_at_any_point_there_is_the_old_one_or_the_new_one(pool: Pools, tm
     assert {code for code, *_ in killed} == {-signal.SIGKILL} and len(killed) >= 9
     generations = [generation for *_, generation in killed]
     assert generations == sorted(generations) and set(generations) == {1, 2}, "old until the commit, then new"
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_checkpoint_that_could_not_be_read_again_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    directory = tmp_path / "checkpoints"
+    save_alone(directory, 100)
+    monkeypatch.setattr("allranks.checkpointing.manifest._VALUES_CAP", 20)
+    with pytest.raises(CheckpointError, match=r"step-00000200 was not saved: .*are read: .*untouched"):
+        if beside:
+            begin(directory, 200).settle()
+        else:
+            save_alone(directory, 200)
+    assert names(directory) == ["step-00000100"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from allranks.checkpointing import manifest
 from allranks.checkpointing.manifest import (
     FileRecord,
     Manifest,
@@ -44,6 +45,14 @@ def members() -> dict[str, Any]:
     """The example as a reader's JSON library sees it."""
     found: dict[str, Any] = json.loads(render_manifest(example()))
     return found
+
+
+@pytest.mark.parametrize(("cap", "most"), [("MANIFEST_BYTES_CAP", 2000), ("_VALUES_CAP", 300)])
+def test_what_would_not_be_read_again_is_not_written(monkeypatch: pytest.MonkeyPatch, cap: str, most: int) -> None:
+    monkeypatch.setattr(manifest, cap, most)
+    assert parse_manifest(render_manifest(example()).encode(), "here") == example()
+    with pytest.raises(CheckpointError, match=r"the manifest, .* are read: make what is large in it a buffer"):
+        render_manifest(example(state={"losses": [0.5] * 500}))
 
 
 def test_a_manifest_comes_back_and_is_json_for_everybody() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from allranks.checkpointing.checkpoint import Checkpoint
-from allranks.errors import CheckpointError
+from allranks.errors import CheckpointError, TaskError
 from allranks.observing import heartbeat
 from allranks.stepping.schedule import Schedule
 from allranks.training.snapshot import find_checkpoint, kept_schedule
@@ -109,6 +109,15 @@ def test_what_is_no_tensor_comes_back_too(tmp_path: Path) -> None:
     assert (resumed.stream.position, resumed.stream.step) == (30, 3)
     assert checkpoint.manifest.state["schedule"] == session.schedule.state_dict()
     assert (checkpoint.manifest.samples, checkpoint.manifest.layout) == (30, "single")
+
+
+def test_state_that_no_checkpoint_could_hold_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, contents = contents_of(Remembering(), config_of("single", *SMALL), 0)
+    monkeypatch.setattr("allranks.checkpointing.manifest.MANIFEST_BYTES_CAP", 100)
+    with pytest.raises(TaskError, match=r"no checkpoint could be written: the manifest, .* a buffer of the model$"):
+        saver_of(session, contents, tmp_path)
 
 
 def test_a_dataset_of_another_length_is_refused_before_anything_is_copied(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StringConstraints,
 
 from allranks.errors import CheckpointError
 from allranks.printable import printable
+from allranks.units import format_bytes
 
 MANIFEST_BYTES_CAP = 1 << 28  # 300,000 chunks of 16 MiB, a checkpoint of 5 TB, take a tenth of it
 CHUNK_BYTES = 1 << 24
@@ -104,10 +105,23 @@ class Manifest(FrozenModel):
 
 
 def render_manifest(manifest: Manifest) -> str:
-    """The manifest as strict JSON, one line for each member."""
+    """The manifest as strict JSON, one line for each member. Raises CheckpointError: longer than any that is read."""
     members = manifest.model_dump(by_alias=True) | {"state": encode_state(manifest.state)}
     lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in members.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    check_readable(text)
+    return text
+
+
+def check_readable(text: str) -> None:
+    """See that a manifest of this text, in ASCII, would be read again. Raises CheckpointError: it is too long."""
+    num_values = sum(map(text.count, ",[{"))
+    if len(text) > MANIFEST_BYTES_CAP or num_values > _VALUES_CAP:
+        raise CheckpointError(
+            f"the manifest, which holds what is no tensor, takes {format_bytes(len(text))} and {num_values:,} values; "
+            f"at most {format_bytes(MANIFEST_BYTES_CAP)} and {_VALUES_CAP:,} are read: make what is large in it a "
+            "buffer of the model"
+        )
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:

@@ -1,5 +1,6 @@
 """Everything that matters, into a checkpoint and back (law 8)."""
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.divided import read_index_divided, verify_files_divided
 from allranks.checkpointing.each import adapt
 from allranks.checkpointing.looking_again import await_name
-from allranks.checkpointing.manifest import encode_state
+from allranks.checkpointing.manifest import check_readable, encode_state
 from allranks.checkpointing.parts import stored_parts
 from allranks.checkpointing.peers import first_word
 from allranks.checkpointing.reading import held
@@ -205,15 +206,20 @@ def kept_schedule(checkpoint: Checkpoint | None, config: ScheduleConfig) -> Sche
 
 
 def check_state(contents: Contents) -> None:
-    """See that what is no tensor can be kept. Raises TaskError: something cannot; names its key and type."""
+    """See that what is no tensor can be kept. Raises TaskError: something cannot, names its key and type; too long."""
+    encoded = {}
     try:
         for key, value in contents.state().items():
-            encode_state(value, "state_dict()" if key == "task" else key)
+            encoded[key] = encode_state(value, "state_dict()" if key == "task" else key)
     except CheckpointError as error:
         raise TaskError(
             f"no checkpoint could be written: {error}; for a tensor return tensor.tolist(), or make it a buffer of the "
             "model"
         ) from error
+    try:
+        check_readable(json.dumps(encoded))
+    except CheckpointError as error:
+        raise TaskError(f"no checkpoint could be written: {error}") from error
 
 
 def find_checkpoint(
