@@ -61,3 +61,15 @@ def test_a_packed_batch_has_no_rows() -> None:
     assert not look.has_rows(packed) and len(look.rows_of(packed)) == 1
     assert look.has_rows({"x": torch.zeros(5, 3), "y": np.zeros(5)})
     assert not look.has_rows([1, 2]) and not look.has_rows(torch.ones(()))
+
+
+def test_what_has_no_difference_is_brought_to_what_has_one() -> None:
+    """torch has no bool minus bool, 0 - 1 of a byte is 255, and of sparse tensors there is no largest value."""
+    for tensor in (torch.tensor([True, False]), torch.tensor([1, 0], dtype=torch.uint8), torch.tensor([1.0, 0.0])):
+        found = look.comparable(tensor)
+        assert (found - torch.tensor([0, 1])).tolist() == [1, -1] and found.abs().max() == 1
+        assert found.data_ptr() != tensor.data_ptr()
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    assert table.weight.grad is not None and table.weight.grad.is_sparse
+    assert look.part_of(table.weight.grad).value.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]

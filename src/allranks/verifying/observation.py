@@ -16,6 +16,9 @@ from allranks.parameter_map import Box
 from allranks.verifying.loader_watch import torch_digest
 from allranks.verifying.recording import Part, Parts
 
+SIGNED = {torch.bool: torch.int8, torch.uint8: torch.int16} | dict.fromkeys(
+    (torch.uint16, torch.uint32, torch.uint64), torch.int64
+)
 WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -57,17 +60,24 @@ def _walk(model: Any, items: Callable[[nn.Module], Any]) -> Iterator[tuple[str, 
 
 
 def part_of(tensor: torch.Tensor) -> Part:
-    """A copy of what this process holds of a tensor, and where it lies in the whole.
+    """A copy of what this process holds of a tensor, as numbers that can be subtracted, and where it lies in the whole.
 
     A sum that is not reduced yet is reduced: collective then.
     """
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return Part(None, tensor.cpu().clone())
+        return Part(None, comparable(tensor))
     if any(placement.is_partial() for placement in tensor.placements):
-        return Part(Box.whole(tuple(tensor.shape)), tensor.full_tensor().cpu().clone())
+        return Part(Box.whole(tuple(tensor.shape)), comparable(tensor.full_tensor()))
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Part(Box(tuple(offset), tuple(shape)), tensor.to_local().cpu().clone())
+    return Part(Box(tuple(offset), tuple(shape)), comparable(tensor.to_local()))
+
+
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, dense, whose differences are right: bool has none, and those of unsigned numbers wrap."""
+    copied = tensor.cpu().to_dense() if tensor.layout is not torch.strided else tensor.cpu()
+    signed = SIGNED.get(copied.dtype)
+    return copied.clone() if signed is None else copied.to(signed)
 
 
 def parts_of(tensors: Mapping[str, torch.Tensor]) -> Parts:

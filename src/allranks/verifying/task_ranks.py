@@ -27,6 +27,7 @@ from allranks.training.saver import Saver
 from allranks.training.snapshot import Contents, find_checkpoint, kept_schedule, schedule_state
 from allranks.training.validate import validate
 from allranks.verifying.choosing import Choosing
+from allranks.verifying.observation import comparable
 from allranks.verifying.observer import Observer
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.passes_watch import (
@@ -270,7 +271,7 @@ def _start(session: Session) -> Start:
 def _parts(session: Session, kind: str) -> Parts:
     spread = session.spread
     return {
-        name: Part(entry.box, spread.local(name).cpu().clone())
+        name: Part(entry.box, comparable(spread.local(name).detach()))
         for name, entry in spread.map.items()
         if entry.kind == kind and entry.alias_of is None
     }
