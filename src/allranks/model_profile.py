@@ -40,6 +40,7 @@ class Operation:
         in_windows: of attention where windows leave a query fewer keys than there are: of `flops`, which count those
             alone, the share that a fused kernel computes; 0 where a query sees all keys, or all before it.
         windowed: the share of the layers, of which this is the mean one, that have such a window.
+        parts: of a product that stands for several, which follow one another: output features of each; () of one.
         gathered: whether every rank of tp has the whole of what it gives, though each computes a part (logits).
     """
 
@@ -57,6 +58,7 @@ class Operation:
     cut: Cut = ""
     active: float = 1.0
     chosen: int = 1
+    parts: tuple[int, ...] = ()
     causal: bool = False
     gathered: bool = False
     peak_bytes: float = 0.0

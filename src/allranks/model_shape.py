@@ -214,7 +214,8 @@ class _Writer:
     def _attention(self) -> list[Operation]:
         shape, dim = self.shape, self.shape.dim
         queries, keys = shape.heads * dim, shape.num_kv_heads * dim
-        made = self.made.matmul("attention.qkv", queries + 2 * keys, shape.hidden, "column", self.made.read_by(3))
+        parts = queries, keys, keys
+        made = self.made.matmul("attention.qkv", sum(parts), shape.hidden, "column", self.made.read_by(3), parts=parts)
         operations = [made]
         if shape.positions == "rotary":
             operations.append(self.made.rotary(queries + keys))

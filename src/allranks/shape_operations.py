@@ -91,16 +91,17 @@ class SampleOperations:
 
     def matmul(
         self, name: str, out: int, into: int, cut: Literal["", "column", "row", "vocab"], saved: float = 0.0,
-        bias: bool | None = None,
+        bias: bool | None = None, parts: tuple[int, ...] = (),
     ) -> Operation:  # fmt: skip
-        """A linear layer; `saved` bytes of its input that no operation before has counted."""
+        """A linear layer, or several `parts`; `saved` bytes of its input that no operation before has counted."""
         bias = self.bias if bias is None else bias
         size = out * into + (out if bias else 0)
         flops = 2.0 * self.seq * out * into
         moved = self.rows(out + into)
         return Operation(
-            name, "matmul", flops, (self.seq, out, into), moved, saved, self.rows(out), size, 4.0 * size, cut=cut
-        )
+            name, "matmul", flops, (self.seq, out, into), moved, saved, self.rows(out), size, 4.0 * size, cut=cut,
+            parts=parts,
+        )  # fmt: skip
 
     def activation(self, name: str, one: float, cut: Literal["column", "expert"]) -> Operation:
         """Between the matrices: gelu keeps input and output, silu(gate) * up keeps four tensors, three where fused."""
@@ -136,7 +137,8 @@ class SampleOperations:
     def feed_forward(self, name: str, ffn: int) -> list[Operation]:
         """Two matrices and what stands between them, three where it is gated."""
         products = 2 if self.gated else 1
-        up = self.matmul(f"{name}.up", ffn * products, self.hidden, "column", self.read_by(products))
+        parts = (ffn,) * products
+        up = self.matmul(f"{name}.up", sum(parts), self.hidden, "column", self.read_by(products), parts=parts)
         down = self.matmul(f"{name}.down", self.hidden, ffn, "row")
         return [up, self.activation(name, self.rows(ffn), "column"), down]
 

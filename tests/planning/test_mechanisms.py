@@ -37,3 +37,9 @@ def test_a_compressing_hook_halves_the_traffic() -> None:
 def test_tensor_parallelism_makes_its_loss_operation_by_operation() -> None:
     how = mechanisms_of(choose(tp=2))
     assert how.cut_logits_copies > how.logits_copies == Mechanisms().logits_copies
+
+
+def test_a_compiled_block_is_repeated_to_its_end() -> None:
+    """Its products are one operation to torch.utils.checkpoint, which stops before the last product else."""
+    assert mechanisms_of(choose(dp_shard=8, recompute="full")).recomputes_to_last_kept
+    assert not mechanisms_of(choose(dp_shard=8, recompute="full", compile="block")).recomputes_to_last_kept

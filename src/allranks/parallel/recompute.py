@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from allranks.errors import LayoutError
+from allranks.kept_products import keeps_product
 from allranks.parallel.module_state import ModuleState
 from allranks.parallel.plain_generators import PlainGenerators
 
@@ -104,7 +105,7 @@ def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[An
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in MATRIX_PRODUCTS:
             seen[context.is_recompute] += 1
-            keep = seen[context.is_recompute] % 2 == 1
+            keep = keeps_product(seen[context.is_recompute])
         else:
             keep = operation in EXPENSIVE and not _drops(operation, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -20,6 +20,7 @@ from allranks.planning.mechanisms import Mechanisms
 from allranks.planning.operation_times import attention_times, is_product
 from allranks.planning.processor import is_processor
 from allranks.planning.processor_tensor import tensor_seconds
+from allranks.planning.repeats import ending
 from allranks.planning.setting import Setting
 
 
@@ -121,7 +122,7 @@ def axis_traffic(block: Block, setting: Setting, axes: Axes) -> Both:
     """
     sent, again = AxisTraffic(), AxisTraffic()
     wider = setting.stream_widening(block)
-    ends = _ending(block)
+    ends = ending(block)
     for operation in block.operations:
         found = _tensor_traffic(operation, setting, axes, wider, operation is ends) if setting.tp > 1 else None
         if setting.cp > 1 and operation.kind == "attention" and len(operation.shape) == 5:
@@ -143,16 +144,6 @@ def axis_traffic(block: Block, setting: Setting, axes: Axes) -> Both:
     if not setting.mechanisms.repeats_messages:
         again = AxisTraffic(sent.tensor / 2)
     return sent, again
-
-
-def _ending(block: Block) -> Operation | None:
-    """The block's last product, where nothing behind it keeps anything for its backward."""
-    for operation in reversed(block.operations):
-        if is_product(operation):
-            return operation
-        if operation.saved_bytes:
-            return None
-    return None
 
 
 def _tensor_traffic(operation: Operation, setting: Setting, axes: Axes, wider: float, ends: bool) -> Both | None:

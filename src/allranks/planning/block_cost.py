@@ -16,10 +16,8 @@ from allranks.planning.operation_times import (
     operation_times,
     share_of,
 )
+from allranks.planning.repeats import Repeats, repeats_of
 from allranks.planning.setting import Setting
-
-KEPT_PRODUCTS = 0.5
-"""torch's selective policy keeps the result of every second product (as in TorchTitan 2410.06511)."""
 
 CAST = 2.0
 """Bytes of a weight in autocast's type."""
@@ -99,16 +97,18 @@ class _Sums:
 
     def __init__(self) -> None:
         self.forward = self.backward = self.weight = self.kernels = 0.0
-        self.kept = self.kept_selective = self.again_selective = self.logits = self.transient = 0.0
+        self.kept = self.kept_selective = self.logits = self.transient = 0.0
+        self.again_full = self.again_selective = 0.0
         self.dense = self.expert = self.cast = self.last = self.kept_logits = 0.0
         self.trained = self.trained_expert = self.last_trained = 0.0
 
-    def add(self, operation: Operation, setting: Setting, machine: Machine, experts: int) -> None:
+    def add(self, operation: Operation, repeats: Repeats, setting: Setting, machine: Machine, experts: int) -> None:
         """One more operation: arithmetic, sums; in 8 bits is kept what NVIDIA's Transformer Engine keeps so."""
         times, share = operation_times(operation, setting, machine, experts), share_of(operation, setting)
         self.forward += times.forward
         self.backward += times.backward
         self.weight += times.weight
+        self.again_full += repeats.full * times.forward
         unfused = operation.kind == "attention" and not setting.mechanisms.fused_attention
         self.kernels += UNFUSED_KERNELS if unfused else KERNELS.get(operation.kind, 1)
         tied = _tied_parameters(operation) / share.weights if setting.mechanisms.copies_tied else 0.0
@@ -135,7 +135,7 @@ class _Sums:
         self._transient(operation, setting, learns)
         scores = kept_score_bytes(operation, setting) if unfused else 0.0
         self.kept += kept + scores
-        self._selective(operation, setting, times, kept, unfused)
+        self._selective(operation, repeats, setting, times, kept, unfused)
 
     def _transient(self, operation: Operation, setting: Setting, learns: float) -> None:
         """While one product's gradients are made: its output's, its input's, and its weights' before they are added.
@@ -154,25 +154,21 @@ class _Sums:
         made = width * (wide + deep) / cut + learns * setting.mechanisms.temporary_gradient_bytes
         self.transient = max(self.transient, made)
 
-    def _selective(self, operation: Operation, setting: Setting, times: Times, kept: float, unfused: bool) -> None:
+    def _selective(
+        self, operation: Operation, repeats: Repeats, setting: Setting, times: Times, kept: float, unfused: bool
+    ) -> None:
         """What recompute=selective keeps of an operation, and what it computes again.
 
-        Megatron-LM computes the scores alone again (2205.05198, section 5). torch keeps the results of every second
-        product and of fused attention (TorchTitan 2410.06511; ours in parallel/recompute.py).
+        Megatron-LM computes the scores alone again (2205.05198, section 5). torch keeps results (planning/repeats.py).
         """
         how = setting.mechanisms
         if how.selective == "attention":
             self.kept_selective += kept
             self.again_selective += times.forward if unfused else 0.0
-        elif is_product(operation) and operation.cut != "expert":  # grouped products are none of those that are kept
-            self.kept_selective += (
-                KEPT_PRODUCTS * operation.output_bytes * setting.micro_batch / _result_cut(operation, setting)
-            )
-            self.again_selective += (1 - KEPT_PRODUCTS) * times.forward
-        elif operation.kind == "attention" and not unfused:
-            self.kept_selective += operation.output_bytes * setting.micro_batch / share_of(operation, setting).kept
-        else:
-            self.again_selective += times.forward
+            return
+        cut = _result_cut(operation, setting) if is_product(operation) else share_of(operation, setting).kept
+        self.kept_selective += repeats.kept * operation.output_bytes * setting.micro_batch / cut
+        self.again_selective += repeats.selective * times.forward
 
 
 def _tied_parameters(operation: Operation) -> int:
@@ -222,8 +218,8 @@ class BlockWork:
 def block_work(block: Block, setting: Setting, axes: Axes, experts: int) -> BlockWork:
     """Sums over the block's operations; of `setting.recompute` they know nothing."""
     sums = _Sums()
-    for operation in block.operations:
-        sums.add(operation, setting, axes.machine, experts)
+    for operation, repeats in zip(block.operations, repeats_of(block, setting.mechanisms), strict=True):
+        sums.add(operation, repeats, setting, axes.machine, experts)
     return BlockWork(sums, *axis_traffic(block, setting, axes))
 
 
@@ -232,6 +228,7 @@ def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
 
     2205.05198, section 5: full keeps each block's input alone; selective repeats attention's scores where they would
     be kept (Megatron-LM), or every second product and what lies between (torch's selective activation checkpoint).
+    What of an operation is repeated: planning/repeats.py.
     """
     sums, sent = work.sums, work.sent
     wider = setting.stream_widening(block)
@@ -239,7 +236,7 @@ def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
     recompute = setting.recompute if block.repeated else "none"
     again, kept, working = 0.0, sums.kept, sums.transient
     if recompute == "full":
-        again, kept, working = sums.forward, entry, sums.kept + sums.transient
+        again, kept, working = sums.again_full, entry, sums.kept + sums.transient
         sent += work.again
     elif recompute == "selective":
         again, kept = sums.again_selective, sums.kept_selective

@@ -70,8 +70,8 @@ class Mechanisms:
         repeats_messages: what cp and ep send in a forward is sent again where that is recomputed, and under "products"
             what tp does; else tp's alone, under recompute="full".
         keeps_received: stages keep memory to receive each of a step's micro-steps into (torch's PipelineStage).
-        recomputes_to_last_kept: a recomputed forward ends with the last tensor that the backward asks for
-            (torch.utils.checkpoint's early stop).
+        recomputes_to_last_kept: a forward that recompute="full" repeats ends with the last tensor that the backward
+            asks for (torch.utils.checkpoint's early stop); a compiled block is one operation, and runs to its end.
         ring_sum_bytes: of a number in the sums of gradients that go around a ring, at least, until they are at home;
             0: as wide as keys and values, which they go around with.
         known: whether the framework's documents say all this; else it is what such frameworks mostly do.
@@ -193,6 +193,6 @@ def _mechanisms(
         copies_tied=True,
         repeats_messages=True,
         keeps_received=True,
-        recomputes_to_last_kept=True,
+        recomputes_to_last_kept=compile_mode != "block",
         ring_sum_bytes=4.0,
     )
