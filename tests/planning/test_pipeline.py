@@ -5,8 +5,17 @@ from typing import Any
 
 import pytest
 
-from allranks.planning.pipeline import parted_share, pipeline_seconds, shared_bubble, shared_out, stages_of, under_way
+from allranks.planning.pipeline import (
+    WAITING,
+    parted_share,
+    pipeline_seconds,
+    shared_bubble,
+    shared_out,
+    stages_of,
+    under_way,
+)
 from tests.planning.profiles import decoder
+from tests.planning.torch_orders import orders_of, play
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +86,40 @@ def test_zero_bubbles_part_every_backward_and_dualpipev_those_at_its_ends() -> N
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_dualpipev_parts_as_many_backwards_as_torch_schedules(schedules: Any, pp: int) -> None:
-    made = schedules.ScheduleDualPipeV.__new__(schedules.ScheduleDualPipeV)
     micro_steps = 2 * pp
-    made.pp_group_size, made._n_microbatches, made._num_stages = pp, micro_steps, 2 * pp
-    made.stage_index_to_group_rank = schedules.generate_stage_to_rank_mapping(pp, 2 * pp, style="v")
-    made.rank_to_stages = schedules.generate_rank_to_stage_mapping(pp, 2 * pp, style="v")
-    actions = made._calculate_single_rank_operations(0)
-    parted = sum(one.computation_type == schedules.BACKWARD_INPUT for one in actions if one is not None)
+    first = orders_of(schedules, "dualpipev", pp, 2, micro_steps)[0]
+    parted = sum(visit.kind == "BACKWARD_INPUT" for visit in first)
     assert parted_share("dualpipev", pp, micro_steps) == parted / (2 * micro_steps)
+
+
+SCHEDULES = [
+    *(("gpipe", 1), ("interleaved", 2), ("interleaved", 3), ("looped_bfs", 2), ("interleaved_zb", 2)),
+    *(("interleaved_zb", 3), ("zbv", 2), ("dualpipev", 2)),
+]
+PIPELINES = [(2, 6), (3, 9), (4, 12), (8, 24)]
+
+
+@pytest.mark.parametrize(("pp", "micro_steps"), PIPELINES)
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_bubbles_are_those_of_torchs_own_orders(
+    schedules: Any, schedule: str, chunks: int, pp: int, micro_steps: int
+) -> None:
+    """Of equal stages: the input's gradients take as long as the forward or longer, those of weights no longer."""
+    orders = orders_of(schedules, schedule, pp, chunks, micro_steps)
+    for one in ((1.0, 1.0, 1.0), (1.0, 1.3, 0.7), (1.0, 3.0, 0.4), (1.0, 1.5, 1.4)):
+        forward, backward, weight = ([chunks * seconds] * pp for seconds in one)
+        planned = sum(pipeline_seconds(schedule, forward, backward, weight, chunks, micro_steps))
+        assert planned == pytest.approx(play(orders, one)[0])
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_as_many_micro_steps_are_under_way_as_in_torchs_own_orders(schedules: Any, schedule: str, chunks: int) -> None:
+    """On every rank; interleaved_zb has besides what waits with as many halves of weights as there are ranks before."""
+    waits = WAITING if schedule == "interleaved_zb" else 0.0
+    for pp, micro_steps in PIPELINES[:-1]:
+        _, most = play(orders_of(schedules, schedule, pp, chunks, micro_steps), (1.0, 1.0, 1.0))
+        planned = [under_way(schedule, rank, pp, chunks, micro_steps) for rank in range(pp)]
+        assert planned == pytest.approx([(number + waits * rank) / chunks for rank, number in enumerate(most)])
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:

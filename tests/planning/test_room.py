@@ -59,3 +59,11 @@ def test_processes_on_a_processor_leave_the_system_what_it_needs() -> None:
     assert room_of(decoder(), two, choice).capacity_bytes == usable_bytes(two.device)
     assert ", 80% of its share of the machine's memory" in shared_with_host(two)
     assert shared_with_host(cluster()) == ""
+
+
+def test_of_equal_stages_the_fullest_is_weighed() -> None:
+    """Under interleaved_zb, where halves of weights wait, the last of them; else the first."""
+    profile, where = decoder(layers=32), cluster(devices=8)
+    for schedule, fullest in (("interleaved", 1), ("interleaved_zb", 6)):
+        found = room_of(profile, where, choose(128, pp=8, schedule=schedule)).stages
+        assert max((one for one in found if 0 < one < 7), key=lambda one: found[one].activations) == fullest

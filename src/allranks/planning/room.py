@@ -80,9 +80,10 @@ def room_under(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple[t
     Arithmetic: the fullest stage. The interval's two widths are from the errors of published runs
     (docs/explanation/planner.md).
     """
-    # Of equal stages the first holds the most micro-steps.
-    first = {held: stage for stage, held in reversed(tuple(enumerate(layers)))}
-    ends = sorted({0, len(layers) // 2, len(layers) - 1, *first.values()})
+    # Of equal stages the first holds the most micro-steps, or the last (`under_way`).
+    order = tuple(enumerate(layers))
+    most = {held: stage for stage, held in (order if setting.schedule == "interleaved_zb" else reversed(order))}
+    ends = sorted({0, len(layers) // 2, len(layers) - 1, *most.values()})
     stages = {stage: memory_use(parts.profile, setting, parts.costs, layers[stage], stage) for stage in ends}
     memory = max(stages.values(), key=lambda use: use.total)
     capacity = usable_bytes(cluster.device)
