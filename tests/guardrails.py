@@ -260,7 +260,7 @@ def check_walkers(root: Path) -> list[str]:
 FORMULAS = (
     *("axis_traffic", "bills", "block_cost", "block_parts", "collectives", "compute", "constants", "data_traffic"),
     *("estimate", "host_parameters", "host_traffic", "least", "memory", "moments", "operation_times", "pipeline"),
-    *("pipeline_traffic", "processor", "processor_tensor", "processor_traffic", "room", "setting", "stages"),
+    *("pipeline_traffic", "processor", "processor_tensor", "processor_traffic", "repeats", "room", "setting", "stages"),
     *("uncertainty", "upkeep_cost"),
 )
 """Modules of planning that calculate; the others choose, check, read and tell."""

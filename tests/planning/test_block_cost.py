@@ -150,3 +150,13 @@ def test_experts_that_ep_cuts_keep_what_a_forward_has_cast() -> None:
     cut = Setting(8, 1, dp=4, ep=4, mechanisms=how)
     kept, without = (cost_of(sparse, one, axes_of(cluster(), one)) for one in (cut, replace(cut, precision="float32")))
     assert kept.kept_bytes - without.kept_bytes == 2 * kept.expert_parameters > 0
+
+
+def test_a_ring_has_work_of_its_own_which_both_kinds_of_recompute_repeat() -> None:
+    ours, other = Mechanisms(ring_sum_bytes=4.0, recomputes_to_last_kept=True), Mechanisms(recomputes_to_last_kept=True)
+    for recompute, repeated in (("none", 0), ("selective", 1), ("full", 1)):
+        got, plain = (cost(how=how, cp=4, recompute=recompute) for how in (ours, other))
+        more = got.forward - plain.forward
+        assert more > 0.0 and got.backward > plain.backward
+        assert got.again - plain.again == pytest.approx(repeated * more)
+        assert got.kernels - plain.kernels == 3 * 10

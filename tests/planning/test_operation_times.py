@@ -4,17 +4,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from allranks.model_profile import Operation
 from allranks.model_shape import ModelShape
+from allranks.parallel.ring import _merge
 from allranks.planning.compute import GROUPED, KERNEL_SECONDS, Machine, matmul_seconds, moving_seconds
 from allranks.planning.constants import constants_of
 from allranks.planning.mechanisms import Mechanisms
 from allranks.planning.operation_times import (
+    RING_KERNELS,
     attention_times,
     in_low_precision,
     is_product,
     kept_score_bytes,
+    merging_seconds,
     num_scores,
     operation_times,
     share_of,
@@ -164,3 +170,51 @@ def test_an_operation_without_figures_takes_no_time() -> None:
     times = operation_times(Operation("nothing", "elementwise"), setting(), MACHINE, 0)
     assert (times.forward, times.backward, times.weight) == (0.0, 0.0, 0.0)
     assert KERNEL_SECONDS > 0
+
+
+class Moved(TorchDispatchMode):
+    """Counts kernels, and the bytes that they read and write."""
+
+    num_bytes = kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            touched = [one for one in tree_leaves((args, kwargs, found)) if isinstance(one, torch.Tensor)]
+            self.num_bytes += sum(one.nbytes for one in touched)
+            self.kernels += 1
+        return found
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32", "float64"])
+def test_a_ring_merges_what_each_further_pass_has_found(precision: str) -> None:
+    """As many bytes as parallel/ring.py moves, and as many kernels besides attention's own."""
+    low: torch.dtype = getattr(torch, precision)
+    wide = torch.promote_types(low, torch.float32)
+    merged, log_sum = torch.zeros(1, 8, 16, 512, dtype=wide), torch.zeros(1, 8, 16, dtype=wide)
+    block, block_sum = merged.to(low), log_sum.clone()
+    with Moved() as moved:  # type: ignore[no-untyped-call]
+        _merge(merged, log_sum, block, block_sum)
+    assert moved.kernels == RING_KERNELS - 1
+    each = moved.num_bytes / merged.numel()
+    scores = operation("attention.scores")
+    for cp in (2, 4):
+        there = setting(Mechanisms(ring_sum_bytes=4.0), cp=cp, tp=2, precision=precision)
+        forward, _ = merging_seconds(scores, there, MACHINE)
+        one = forward / (cp - 1) - RING_KERNELS * MACHINE.floor
+        assert one * MACHINE.bandwidth == pytest.approx(each * 2048 * 1024 / (cp * 2), rel=0.01)
+
+
+def test_a_rings_backward_adds_gradients_of_queries_keys_and_values() -> None:
+    """To sums in float32: of queries all, of keys and values under a causal mask half."""
+    there = setting(Mechanisms(ring_sum_bytes=4.0), cp=4)
+    scores = replace(operation("attention.scores"), causal=True)
+    seconds = [merging_seconds(replace(scores, causal=causal), there, MACHINE)[1] for causal in (True, False)]
+    part = 2048 * 1024 / 4 * (4.0 + 4.0 + 2.0)
+    assert seconds[1] - seconds[0] == pytest.approx(3 * part / MACHINE.bandwidth)
+
+
+def test_only_the_engines_ring_merges() -> None:
+    scores, how = operation("attention.scores"), Mechanisms(ring_sum_bytes=4.0)
+    for there in (setting(how), setting(how, cp=2, ring=False), setting(cp=2)):
+        assert merging_seconds(scores, there, MACHINE) == (0.0, 0.0)

@@ -8,12 +8,15 @@ from allranks.planning.axis_traffic import Axes, AxisTraffic, axis_traffic
 from allranks.planning.compute import Machine
 from allranks.planning.operation_times import (
     KERNELS,
+    RING_KERNELS,
     UNFUSED_KERNELS,
     Times,
     in_low_precision,
     is_product,
     kept_score_bytes,
+    merging_seconds,
     operation_times,
+    ring_passes,
     share_of,
 )
 from allranks.planning.repeats import Repeats, repeats_of
@@ -132,10 +135,20 @@ class _Sums:
             self.logits += _loss_bytes(operation, setting, kept, share.kept)
             self.kept_logits += kept
             return
+        if operation.kind == "attention":
+            self._ring(merging_seconds(operation, setting, machine), repeats, setting)
         self._transient(operation, setting, learns)
         scores = kept_score_bytes(operation, setting) if unfused else 0.0
         self.kept += kept + scores
         self._selective(operation, repeats, setting, times, kept, unfused)
+
+    def _ring(self, merging: tuple[float, float], repeats: Repeats, setting: Setting) -> None:
+        """A ring's own work beside attention (parallel/ring.py): recompute=selective repeats it, but not attention."""
+        self.kernels += RING_KERNELS * ring_passes(setting)
+        self.forward += merging[0]
+        self.backward += merging[1]
+        self.again_full += repeats.full * merging[0]
+        self.again_selective += merging[0]
 
     def _transient(self, operation: Operation, setting: Setting, learns: float) -> None:
         """While one product's gradients are made: its output's, its input's, and its weights' before they are added.

@@ -12,6 +12,9 @@ KERNELS = {"matmul": 2, "conv": 2, "attention": 2, "norm": 1, "elementwise": 2, 
 """Kernels that the host starts for one operation's forward, casts included; its backward starts twice as many. A router
 counts, sorts, permutes, waits for its counts and sends (Megatron-Core's and torchtitan's token dispatchers)."""
 UNFUSED_KERNELS = 8
+RING_KERNELS, RING_BACKWARD_KERNELS = 10, 4
+"""Of each pass of a ring after the first: an attention and the nine of `_merge`; an attention's backward and three sums
+(parallel/ring.py)."""
 ATTENTION_BACKWARD = 2.5
 """FlashAttention recomputes the scores: five products to the forward's two (2307.08691, section 3.1)."""
 BACKWARD_SHARE = 0.8
@@ -161,6 +164,32 @@ def _fused_flops(operation: Operation, setting: Setting) -> tuple[float, float]:
     queries, keys, heads, _, dim = operation.shape
     others = (1 - operation.windowed) * (0.5 if operation.causal else 1.0)
     return 4.0 * queries * keys * heads * dim, operation.windowed + others
+
+
+def ring_passes(setting: Setting) -> int:
+    """Of the engine's ring, after the first, which attends to a rank's own keys; 0 where there is no such ring."""
+    return setting.cp - 1 if setting.ring and setting.mechanisms.ring_sum_bytes else 0
+
+
+def merging_seconds(operation: Operation, setting: Setting, machine: Machine) -> tuple[float, float]:
+    """What the engine's ring adds to attention, (forward, backward), beside what it sends.
+
+    Bytes counted in parallel/ring.py, of the rank whose queries all see what comes: under a causal mask the last one,
+    to which half of each part's keys is seen. `_merge` scales the wide sum (read and written), scales a part (read,
+    written wide) and adds it (two read, one written); a backward adds gradients of queries, keys and values to wide
+    sums (two read, one written). What there is one of for each query and head is left out.
+    """
+    passes = ring_passes(setting)
+    if not passes or len(operation.shape) != 5:
+        return 0.0, 0.0
+    queries, keys, heads, kv_heads, dim = operation.shape
+    low, wide = setting.width, max(setting.mechanisms.ring_sum_bytes, setting.width)
+    each = passes * setting.micro_batch * dim / setting.cp
+    asking = each * queries * heads / setting.tp
+    asked = each * keys * 2 * max(1.0, kv_heads / setting.tp) * (0.5 if operation.causal else 1.0)
+    forward = moving_seconds(machine, (6 * wide + low) * asking, RING_KERNELS * passes)
+    backward = moving_seconds(machine, (2 * wide + low) * (asking + asked), RING_BACKWARD_KERNELS * passes)
+    return forward, backward
 
 
 def num_scores(operation: Operation, setting: Setting) -> float:
