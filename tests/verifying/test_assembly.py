@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from allranks.parameter_map import Box
-from allranks.verifying.assembly import allowance, compare_parts, fit, locate, moved_by, put_together
+from allranks.verifying.assembly import allowance, compare_parts, copies_of, fit, locate, moved_by, put_together
 from allranks.verifying.recording import Part
 
 WHOLE = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(4, 3)
@@ -52,6 +52,17 @@ def test_twins_that_disagree_and_parts_that_are_nowhere() -> None:
     assert put_together("w", WHOLE, [halves()[0]], {}) is None
     whole = put_together("w", WHOLE, halves(), {})
     assert whole is not None and torch.equal(whole, WHOLE)
+
+
+def test_copies_of_what_several_ranks_hold() -> None:
+    ranks = [*halves(), *halves(2.0)]
+    (first, one), (second, two) = copies_of("w", WHOLE, ranks, {})
+    assert (first, second) == ((0, 1), (2, 3)) and torch.equal(one, WHOLE) and torch.equal(two[2:], 2 * WHOLE[2:])
+    (first, one), (second, two) = copies_of("w", WHOLE, ranks[:3], {})
+    assert (first, second) == ((0, 1), (1, 2)) and torch.equal(two, WHOLE), "the bottom has one holder"
+    wholes: list[dict[str, Part]] = [{"w": Part(None, WHOLE * (1 + rank))} for rank in range(2)]
+    assert [own for own, _ in copies_of("w", WHOLE, wholes, {})] == [(0,), (1,)]
+    assert copies_of("w", WHOLE, [halves()[0]] * 2, {}) == [] == copies_of("w", WHOLE, [{}], {})
 
 
 def test_a_part_that_was_cut_by_hand_is_found_by_its_values() -> None:

@@ -46,6 +46,24 @@ def test_what_is_nowhere_is_seen() -> None:
     assert finding.tensor == "weight" and finding.verdict.kind == "S11"
 
 
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize(("past", "kind"), [(True, "S10"), (False, "S11")])
+def test_of_what_ranks_hold_alike_each_ones_is_compared(wrong: int, past: bool, kind: str) -> None:
+    """The last rank's was taken for all of them."""
+
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            rounded(run)
+            run.steps[0].past = ("",) if past else ()
+        scale(ranks[wrong].steps[0].raw, 0.5)
+
+    some = evidence(change)
+    (finding,) = judge_low_precision(some)
+    assert finding.verdict.kind == kind and f"on rank {wrong}" in finding.verdict.evidence[0]
+    (note,) = say_errors(some, "bfloat16")
+    assert "equal to 50% of each tensor" in note
+
+
 def test_distance() -> None:
     error, factor = distance(torch.full((4,), 1.5), torch.ones(4))
     assert (error, factor) == (0.5, 1.5)

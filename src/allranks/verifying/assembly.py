@@ -199,3 +199,25 @@ def put_together(name: str, whole: torch.Tensor, ranks: Sequence[Parts], places:
                 return None
             found[place], covered[place] = parts[name].value.to(whole.dtype), True
     return found if bool(covered.all()) else None
+
+
+def copies_of(
+    name: str, whole: torch.Tensor, ranks: Sequence[Parts], places: Places
+) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """(ranks, tensor) of each copy that they hold together of a tensor; [] where some of it is nowhere.
+
+    There are as many as its part with the most holders has; one with fewer has its last holder in the others, too.
+    """
+    holders: dict[Box, list[int]] = {}
+    for rank, parts in enumerate(ranks):
+        if name in parts:
+            box = parts[name].box or places.get((name, rank)) or Box.whole(tuple(whole.shape))
+            holders.setdefault(box, []).append(rank)
+    found = []
+    for number in range(max(map(len, holders.values()), default=0)):
+        chosen = {some[min(number, len(some) - 1)] for some in holders.values()}
+        tensor = put_together(name, whole, [p if rank in chosen else {} for rank, p in enumerate(ranks)], places)
+        if tensor is None:
+            return []
+        found.append((tuple(sorted(chosen)), tensor))
+    return found

@@ -13,7 +13,7 @@ from typing import Final, final
 
 import torch
 
-from allranks.verifying.assembly import Mismatch, put_together
+from allranks.verifying.assembly import Mismatch, copies_of
 from allranks.verifying.evidence import Evidence, few
 from allranks.verifying.findings import Finding
 from allranks.verifying.gradient_causes import explain_gradients
@@ -26,6 +26,7 @@ POOLED_RUNS: Final = 3  # as many runs of a tensor's own do all tensors together
 MOST_POOLED: Final = 9.0  # of the median: a gradient of nothing but rounding has no factor, and says none of others
 LEAST_FACTOR: Final = 0.004  # half an ulp of bfloat16: a factor nearer to 1 than that is not seen
 LEAST_ERROR: Final = 0.008
+SAME_COPY: Final = LEAST_ERROR  # relative, in the 2-norm: as far copies of a gradient may be apart that ranks add up
 MOST_ERROR: Final = 0.4  # however far rounding goes: half of a gradient, or twice as much, is off by more
 MOST_NOISE: Final = 0.2  # of the 2-norm; what rounding alone moves by more than that says little, and is told
 NOISY = "rounding in {} alone moves these gradients by more than a fifth, so that a factor is not seen in them: {}"
@@ -78,8 +79,7 @@ def say_errors(evidence: Evidence, precision: str) -> tuple[str, ...]:
         expected, _, held = _sides(evidence, what)
         for name, factor in _factors(evidence, what, set(names) - set(noisy)).items():
             whole = expected[name].value.double()
-            value = put_together(name, whole, held, evidence.places)
-            if value is not None and bool(whole.any()):
+            for _, value in copies_of(name, whole, held, evidence.places) if bool(whole.any()) else ():
                 errors.append(distance(value, whole)[0])
                 factors.append(abs(_factor(value, factor.of) - 1))
     return (EQUAL.format(precision, 100 * max(errors), 100 * max(factors)),) if errors else ()
@@ -150,23 +150,31 @@ def _factor(value: torch.Tensor, whole: torch.Tensor) -> float:
 def compare_noisy(
     name: str, expected: Parts, ranks: Sequence[Parts], variants: Sequence[Parts], factor: Factor, evidence: Evidence
 ) -> Mismatch | None:
-    """How one tensor is off, None where rounding explains it."""
+    """How one tensor is off, None where rounding explains it of every copy that the ranks hold."""
     whole = expected[name].value.double()
-    value = put_together(name, whole, ranks, evidence.places)
+    copies = copies_of(name, whole, ranks, evidence.places)
     size = float(whole.abs().max()) if whole.numel() else 0.0
-    if value is None:
+    if not copies:
         return Mismatch(name, (), size, 0.0, size, {}, agree=True, missing=True)
     if not size:
         return None
-    noise, error, times = _noise(name, expected, variants), distance(value, whole)[0], _factor(value, factor.of)
+    noise = _noise(name, expected, variants)
     allowed = max(LEAST_ERROR, TIMES_ERROR * noise)
     if noise <= MOST_NOISE:
         allowed, factor = min(allowed, MOST_ERROR), Factor(factor.of, min(factor.allowed, MOST_ERROR))
-    if error <= allowed and abs(times - 1) <= factor.allowed:
+    off, factors, worst = list[int](), dict[int, float](), 0.0
+    for own, value in copies:
+        error, times = distance(value, whole)[0], _factor(value, factor.of)
+        factors |= dict.fromkeys(own, times if abs(times - 1) > factor.allowed else math.nan)
+        if not (error <= allowed and abs(times - 1) <= factor.allowed):
+            off += own
+            worst = max(worst, error if math.isfinite(error) else math.inf)
+    if not off:
         return None
-    factors = {0: times} if abs(times - 1) > factor.allowed else {0: math.nan}
-    everyone = tuple(range(len(ranks)))
-    return Mismatch(name, everyone, error * size, allowed * size, size, factors, agree=True)
+    first = copies[0][1]
+    apart = max(float((value - first).norm() / whole.norm()) for _, value in copies)
+    ranks_off = tuple(sorted(set(off)))
+    return Mismatch(name, ranks_off, worst * size, allowed * size, size, factors, agree=apart <= SAME_COPY)
 
 
 def noisy_gradients(one: OneDevice) -> list[str]:
