@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allranks
 from allranks.errors import ConfigError
-from allranks.verifying.own_verify import EVEN, PACKED, hindrance, not_tried, say_packed, verify_program
+from allranks.verifying.own_verify import EVEN, OWN_PRECISION, PACKED, hindrance, not_tried, say_packed, verify_program
 from allranks.verifying.recording import Noise, OneDevice, RunRecord
+from allranks.verifying.variants import ORDERED
 from tests.verifying.records import evidence, one_device
 
 pytestmark = pytest.mark.distributed
@@ -370,6 +371,53 @@ def test_a_loop_that_autocasts(factor: float, exact: bool, code: int) -> None:
     assert answer.exit_code == code, str(answer)
     assert [finding.tensor for finding in answer.findings] == ["0.weight"] * code
     assert any("computes in bfloat16" in note for note in answer.notes) != exact
+
+
+def of_pairs(factor: float) -> Callable[[Any, Any, Any], None]:
+    """A step on pairs of rows beside each other, whose gradients the ranks have so many times too large."""
+
+    def step(model: Any, optimizer: Any, some: Any) -> None:
+        optimizer.zero_grad()
+        for x, _ in some:
+            z = model(x)
+            ((z[0::2] - z[1::2]) ** 2).mean().backward()
+        if isinstance(model, DistributedDataParallel):
+            for parameter in model.parameters():
+                parameter.grad = None if parameter.grad is None else parameter.grad * factor
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 + 1e-9, 1.04])
+def test_where_the_order_of_samples_means_something_no_tenth_is_allowed(factor: float) -> None:
+    """Another order was taken for rounding, so that a factor of 1.04 passed."""
+    answer = allranks.verify(plain, of_pairs(factor), batches(), num_steps=2)
+    assert answer.equal == (factor == 1.0), str(answer)
+    assert ORDERED in answer.notes
+
+
+def images(distributed: bool) -> Any:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    return DistributedDataParallel(model) if distributed else model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def of_images(model: Any, optimizer: Any, some: Any) -> None:
+    optimizer.zero_grad()
+    for x, y in some:
+        nn.functional.cross_entropy(model(x.to(torch.float32) / 255), y).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("size", "kinds"), [(8, []), (9, ["S9"])])
+def test_a_convolution_that_casts_is_compared_in_its_own_precision(size: int, kinds: list[str]) -> None:
+    """Its error names no dtype as that of a product does. Shares of 5 and 4 are averaged as if they were even."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 256, (size, 1, 6, 6), generator=generator, dtype=torch.uint8)
+    answer = allranks.verify(images, of_images, [(x, torch.arange(size) % 3)] * 2, num_steps=2)
+    assert [finding.verdict.kind for finding in answer.findings] == kinds, str(answer)
+    assert answer.notes[0].startswith(OWN_PRECISION.split(" (", maxsplit=1)[0]) and "bias type" in answer.notes[0]
 
 
 def no_data(rank: int, world_size: int) -> Any:

@@ -28,6 +28,20 @@ def test_random_operations_are_named() -> None:
     assert mode.names == ["bernoulli"] and mode.own == ["rand with a torch.Generator of its own"]
 
 
+def test_the_least_precise_type_is_noted() -> None:
+    mode, x = RandomOperations(), torch.ones(3, dtype=torch.float64)
+    with mode:
+        x + 1
+        assert (mode.lowest, mode.lowered) == (torch.float64, None)
+        x.float().long()
+        assert (mode.lowest, mode.lowered) == (torch.float32, None)
+        x.half()
+        assert (mode.lowest, mode.lowered) == (torch.float16, torch.float16)
+        x.bfloat16()
+        x.half() + x.float()
+        assert (mode.lowest, mode.lowered) == (torch.bfloat16, torch.bfloat16)
+
+
 def test_generators_that_move_within_a_step_are_named() -> None:
     mode = RandomOperations()
     for draw, names in (

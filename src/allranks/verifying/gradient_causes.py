@@ -1,20 +1,22 @@
 """Why gradients differ: by which ranks, tensors and factors, and by what a least-squares fit of the ranks' own says."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from allranks.verifying.assembly import Mismatch, put_together
+from allranks.verifying.assembly import Mismatch
 from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.recording import Parts
+from allranks.verifying.weights import weights_of
 from allranks.verifying.wrapper_watch import is_below
 
 OF_FLOAT32, OF_BFLOAT16 = 1e-5, 0.03  # relative: how far some roundings in a forward move a gradient at most
 DIVIDED = "look at what the loss is divided by: the same number on all ranks as on one device"
-SPAN = 1e-7  # relative, of what a combination of the ranks' gradients leaves unexplained
+ROUNDED = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: OF_FLOAT32}
+"""Relative, of a tensor's largest value: what is further off has not been moved by being rounded to that type alone."""
 
 
 def explain_gradients(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch]) -> list[Finding]:
@@ -111,7 +113,7 @@ def _scaled(
         return _finding(kind, evidence, step, off, "the gradient of some parameters", axis=world.axis_of_factor(factor))
     if clipped:
         return _finding("S13", evidence, step, off, "every gradient after clipping")
-    share = _weights_of(evidence, step, what)
+    share = weights_of(evidence, step, what)
     if share is not None and share[0] in ("S8", "S9"):
         return _finding(
             share[0], evidence, step, off, "every gradient", said=share[1], axis=world.axis_of_factor(factor)
@@ -160,7 +162,7 @@ def _combined(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch],
         return _finding("S37", evidence, step, off, f"gradients rounded to {rounded}", axis=world.data_axis)
     if all(_held_by(evidence, m.name) < world.size for m in off):
         return _finding("S36", evidence, step, off, "the gradient of what only some ranks hold")
-    share = _weights_of(evidence, step, what)
+    share = weights_of(evidence, step, what)
     if share is not None:
         return _finding(share[0], evidence, step, off, "gradients", said=share[1], axis=world.data_axis)
     if _drew_again(evidence, step):
@@ -193,79 +195,17 @@ def _like_rounding(off: Sequence[Mismatch]) -> str:
 def _rounded(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch]) -> str:
     """The low precision whose grid the ranks' gradients, or their sums, lie on; "" for none."""
     _, ranks = evidence.step(step)
-    if any(m.relative > 0.05 for m in off):
-        return ""
-    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32")):
+    for dtype, most in ROUNDED.items():
+        if any(m.relative > most for m in off):
+            continue
         values = [getattr(ranks[m.ranks[0]], what)[m.name].value for m in off if m.ranks]
         for times in (1, evidence.world.data_ranks, evidence.world.size):
             if any(value.dtype == dtype for value in values):
                 continue
             on_grid = [bool(((v * times).to(dtype).to(v.dtype) == v * times).all()) for v in values]
             if values and all(on_grid):
-                return name
+                return str(dtype).removeprefix("torch.")
     return ""
-
-
-def _weights_of(evidence: Evidence, step: int, what: str) -> tuple[str, str] | None:
-    """(kind, in words) from the weights with which the ranks' own gradients make up what was found and expected."""
-    shares = evidence.shares(step)
-    if not shares:
-        return None
-    one, ranks = evidence.step(step)
-    expected: Parts = getattr(one, what)
-    held = [getattr(rank, what) for rank in ranks]
-    found_whole = {n: put_together(n, p.value, held, evidence.places) for n, p in expected.items()}
-    flat_found = _flat(found_whole, expected)
-    flat_expected = _flat({n: p.value for n, p in expected.items()}, expected)
-    own = [(rank, _flat(batch, expected)) for rank, batches in enumerate(shares) for batch in batches]
-    if flat_found is None or flat_expected is None or any(vector is None for _, vector in own):
-        return None
-    matrix = torch.stack([vector for _, vector in own if vector is not None], 1)
-    got, rest = _solve(matrix, flat_found)
-    due, rest_due = _solve(matrix, flat_expected)
-    if rest_due > SPAN and rest > SPAN and any(_held_by(evidence, name) < evidence.world.size for name in expected):
-        return "S16", "neither side is a sum over the ranks' own batches: a loss over all samples does not compose"
-    if rest_due > SPAN:
-        return "S29", "what one device computes is no sum over the ranks' own batches: the loss couples samples"
-    if rest > SPAN:
-        return None
-    words = f"weights of the ranks' batches {_shown(got)}, on one device {_shown(due)}"
-    ratios = [float(a / b) if abs(float(b)) > 1e-9 else math.nan for a, b in zip(got, due, strict=True)]
-    by_rank: dict[int, list[float]] = {}
-    for (rank, _), ratio in zip(own, ratios, strict=True):
-        by_rank.setdefault(rank, []).append(ratio)
-    inside = any(max(some) - min(some) > 1e-6 for some in by_rank.values())
-    means = [sum(some) / len(some) for some in by_rank.values()]
-    if inside:
-        return "S8", words
-    return ("S9", words) if max(means) - min(means) > 1e-6 else None
-
-
-def is_sum_of(gradients: Parts, own: Sequence[Mapping[str, torch.Tensor]]) -> bool:
-    """Whether some gradients are a weighted sum of others."""
-    target, vectors = (
-        _flat({n: p.value for n, p in gradients.items()}, gradients),
-        [_flat(one, gradients) for one in own],
-    )
-    if target is None or any(vector is None for vector in vectors):
-        return False
-    return _solve(torch.stack([vector for vector in vectors if vector is not None], 1), target)[1] <= SPAN
-
-
-def _flat(tensors: Mapping[str, torch.Tensor | None], order: Parts) -> torch.Tensor | None:
-    some = [tensors.get(name) for name in order]
-    zeros = [torch.zeros_like(p.value) if t is None else t for t, p in zip(some, order.values(), strict=True)]
-    return torch.cat([t.double().reshape(-1) for t in zeros]) if zeros else None
-
-
-def _solve(matrix: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """(weights, relative rest) of the least-squares fit."""
-    weights = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
-    return weights, float((matrix @ weights - target).norm() / target.norm().clamp(min=1e-300))
-
-
-def _shown(weights: torch.Tensor) -> str:
-    return "[" + ", ".join(f"{float(w):.4g}" for w in weights[:8]) + (", ..." if len(weights) > 8 else "") + "]"
 
 
 def _finding(

@@ -46,7 +46,8 @@ PLAIN: Final = Variation()
 APART: Final = Variation(apart=True)
 PIECES: Final = (2, 3, 4)
 SHAKES: Final = tuple(Rounding(Variation(shake=number, shuffled=True)) for number in (1, 2))
-"""These move the parameters, and so what is computed: by more than rounding does, which both sides do to equal ones."""
+IN_ORDER: Final = tuple(Rounding(Variation(shake=number)) for number in (1, 2))
+"""Both move the parameters, and so what is computed: by more than rounding does, which both sides do to equal ones."""
 
 
 def roundings(layout: Layout) -> list[Rounding]:
@@ -92,10 +93,14 @@ class Lowered:
     comparable: bool = True
 
 
-def run_lowered(request: TrainRequest, errand: Errand, nproc: int) -> Lowered:
-    """One step of `request`, whose precision is a low one, on one device and on the ranks."""
+def run_lowered(request: TrainRequest, errand: Errand, nproc: int, *, ordered: bool = False) -> Lowered:
+    """One step of `request`, whose precision is a low one, on one device and on the ranks.
+
+    Args:
+        ordered: whether the order of the samples in a batch means something.
+    """
     low = replace(errand, request=request, num_steps=1, saves=(), folder=f"{errand.folder}-low", evaluate=False)
-    alone: LoweredOne = launch_without_gpus(run_alone_lowered, low, nproc=1)[0]
+    alone: LoweredOne = launch_without_gpus(run_alone_lowered, low, ordered, nproc=1)[0]
     precision = prepare(request).config.train.precision
     if not alone.fits:
         said = alone.one.run.error or "its gradients are not finite on one device"
@@ -109,7 +114,7 @@ def run_lowered(request: TrainRequest, errand: Errand, nproc: int) -> Lowered:
     return Lowered(alone.one, ranks, f"and the first step in {precision}{ties}")
 
 
-def run_alone_lowered(errand: Errand) -> LoweredOne:
+def run_alone_lowered(errand: Errand, ordered: bool = False) -> LoweredOne:
     """One device under autocast, and with what rounding in it moves; in a process that `launch` has started."""
     prepared = prepare(errand.request)
     lowered = LOWERED[prepared.config.train.precision]
@@ -141,7 +146,7 @@ def run_alone_lowered(errand: Errand) -> LoweredOne:
 
         others = again(roundings(layout))
         if needs_shakes(layout, seen):
-            others += again(SHAKES)
+            others += again(IN_ORDER if ordered else SHAKES)
         return LoweredOne(OneDevice(first, _distinct(first, others)), scale, recorded)
 
 

@@ -12,16 +12,21 @@ from allranks.errors import AllranksError
 from allranks.users_code import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.determinism import find_noise
-from allranks.verifying.gradient_causes import is_sum_of
 from allranks.verifying.observer import Observer
 from allranks.verifying.own_group import process_group
-from allranks.verifying.own_loop import OwnLoop, Setting, default_dtype
+from allranks.verifying.own_loop import SEED, OwnLoop, Setting, default_dtype
+from allranks.verifying.policies import without_policies
 from allranks.verifying.program import Program, load_program, merge
 from allranks.verifying.random_sources import RandomOperations, Unseeded
 from allranks.verifying.recording import OneDevice, RunRecord
+from allranks.verifying.variants import Seen, variants_of
+from allranks.verifying.weights import is_sum_of
 
-NUM_VARIANTS = 2
 Source = Program | str
+MICRO_BATCHES = (
+    "one device computes in micro-batches, too, since layers or the loss couple the samples of one, or these cannot be "
+    "one batch: whether a mean weighs micro-batches alike that hold unequally much (S8) was not tried"
+)
 
 
 def read_program(source: Source) -> Program:
@@ -42,8 +47,12 @@ def run_alone(source: Source, setting: Setting, num_ranks: int) -> OneDevice:
     with observer_of(setting) as observer, process_group():
         os.makedirs(setting.folder, exist_ok=True)
         try:
-            own = read_program(source)
-            program, short = _one_batch_a_step(own, setting, observer), own.too_small(setting.num_steps, num_ranks)
+            own = without_policies(read_program(source))
+            # Autocast leaves float64 as it is.
+            operations = _operations(own, setting, observer)
+            lowest, lowered = operations.lowest, operations.lowered if setting.dtype is None else None
+            program, notes = _one_batch_a_step(own, setting, observer, lowest)
+            short = own.too_small(setting.num_steps, num_ranks)
         except AllranksError:
             raise
         except Exception as error:  # the user's data may raise anything
@@ -64,12 +73,13 @@ def run_alone(source: Source, setting: Setting, num_ranks: int) -> OneDevice:
         )
         if noise is not None:
             return OneDevice(first, noise=noise, too_small=short)
-        # Autocast leaves float64 as it is.
-        lowered = _operations(program, setting, observer).lowered if setting.dtype is None else None
-        moved = {"shuffled": True, "resume": False, "lowered": lowered}
-        variants = [run(shake=number, **moved) for number in range(1, NUM_VARIANTS + 1)]
-        right = [variant for variant in variants if not variant.error]
-        return OneDevice(first, right, lowered=lowered, too_small=short)
+        variants, order = variants_of(
+            first,
+            lambda shake, shuffled, ulp: run(shake=shake, shuffled=shuffled, lowered=ulp or lowered, resume=False),
+            lambda: Seen(lowest, _draws_by_place(program, setting, observer)),
+        )
+        notes = (*notes, *order)
+        return OneDevice(first, variants, lowered=lowered, lowest=lowest, too_small=short, notes=notes)
 
 
 def run_leaves_out(source: Source, setting: Setting, num_ranks: int) -> str:
@@ -103,14 +113,28 @@ def _drawing(program: Program, setting: Setting, observer: Observer, seeded: boo
     return operations.names if seeded else (*operations.own, *unseeded.names)
 
 
+def _draws_by_place(program: Program, setting: Setting, observer: Observer) -> bool:
+    """Whether a step draws from generators of the program's own, and not for samples wherever these are."""
+    unseeded = Unseeded()
+
+    def step(*arguments: Any) -> Any:
+        with unseeded.watching():
+            return program.step(*arguments)
+
+    return bool(_operations(replace(program, step=step), setting, observer).own or unseeded.drawn)
+
+
 def run_shares(source: Source, setting: Setting, step: int, one: RunRecord, num_ranks: int) -> Any:
     """Gradients of each rank's micro-batches alone, from one device's parameters before `step`."""
     before = one.steps[step - 1].parameters if step else one.start.parameters
     found: list[list[dict[str, torch.Tensor]]] = []
     with observer_of(setting) as observer, process_group():
-        program = read_program(source)
+        program = without_policies(read_program(source))
         for rank in range(num_ranks):
-            steps = list(_upto(program.steps(rank, num_ranks), step + 1))
+            with default_dtype(setting.dtype):
+                look.seed_everything(SEED + 7919 * rank)
+                program.build(False)  # its seeds, where data draws from a generator that everybody shares
+                steps = list(_upto(program.steps(rank, num_ranks), step + 1))
             found.append([_gradients(program, setting, observer, before, batch) for batch in steps[step]])
     return found
 
@@ -139,27 +163,37 @@ def _gradients(
     return {name: part.value for name, part in (step.raw or step.gradients).items()}
 
 
-def _one_batch_a_step(program: Program, setting: Setting, observer: Observer) -> Program:
+def _one_batch_a_step(
+    program: Program, setting: Setting, observer: Observer, lowest: torch.dtype
+) -> tuple[Program, tuple[str, ...]]:
     """One device takes all samples of a step at once, where they can be one batch and no layer or loss couples them.
 
-    A mean over micro-batches is then compared with the mean over their samples.
+    A mean over micro-batches is then compared with the mean over their samples. With a note where it keeps them.
     """
     short = replace(setting, num_steps=1, resume=False)
     whole = replace(program, data=_merged(program)) if callable(program.data) else replace(program, micro_batches=1)
-    steps = list(_upto(program.steps(0, 1), 1))
-    if not steps or len(steps[0]) < 2:
-        return whole
-    first = OwnLoop(replace(whole, evaluate=None), short, 0, 1, False, observer).run()
-    if first.error or not first.steps or first.start.statistics:
-        return program
+    if not callable(program.data) and program.micro_batches == 1:
+        return whole, ()
+    fed: list[list[Any]] = []
+    alone = replace(whole, data=_merged(program, fed), evaluate=None)
+    first = OwnLoop(alone, short, 0, 1, False, observer).run()
+    if not fed or len(fed[0]) < 2:
+        return whole, ()
+    kept = program, (MICRO_BATCHES,)
+    if first.error or not first.steps or first.start.statistics or merge(fed[0]) is None:
+        return kept
     before = first.start.parameters
-    own = [_gradients(program, short, observer, before, batch) for batch in steps[0]]
-    return whole if is_sum_of(first.steps[0].raw or first.steps[0].gradients, own) else program
+    own = [_gradients(program, short, observer, before, batch) for batch in fed[0]]
+    return (whole, ()) if is_sum_of(first.steps[0].raw or first.steps[0].gradients, own, lowest) else kept
 
 
-def _merged(program: Program) -> Callable[[int, int], Any]:
+def _merged(program: Program, fed: list[list[Any]] | None = None) -> Callable[[int, int], Any]:
+    """Its data with all micro-batches of a step as one; these are added to `fed` as they are made."""
+
     def data(rank: int, size: int, first: int = 0) -> Any:
         for batches in program.steps(rank, size, first):
+            if fed is not None:
+                fed.append(batches)
             whole = merge(batches) if len(batches) > 1 else None
             yield batches if whole is None else [whole]
 

@@ -47,7 +47,7 @@ class Setting:
         folder: where a save goes.
         seed: added to the random numbers of the steps.
         shake: add an ulp of noise to the parameters, of this seed; None: do not.
-        lowered: the type whose ulp that is; None: the parameters' own.
+        lowered: the low precision in which it computes, whose ulp that is; None: the parameters' own.
         shuffled: feed the samples of every batch in another order.
         resume: whether to save and load.
         own_noise: see Observer.

@@ -30,6 +30,7 @@ from allranks.verifying.own_alone import (
 )
 from allranks.verifying.own_group import process_group
 from allranks.verifying.own_loop import OwnLoop, Setting
+from allranks.verifying.policies import without_policies
 from allranks.verifying.program import Program
 from allranks.verifying.recording import OneDevice, RunRecord, saves_of
 from allranks.verifying.start_causes import judge_start, places_of, unplaced
@@ -47,6 +48,10 @@ PACKED = (
     "length, as those of packed graphs, or it has none"
 )
 ALONE = "the program fails on one device", "make it run alone first: build(False)"
+OWN_PRECISION = (
+    "it does not run in float64 ({}): compared in its own precision, to {:g} of each tensor's largest value, or as far "
+    "as rounding was seen to move it"
+)
 RUN_IT = "make it run on several processes first: torchrun"
 
 
@@ -115,9 +120,8 @@ def _noise_is_alike(answer: Answer) -> bool:
 def _verified(source: Source, setting: Setting, nproc: int) -> Answer:
     """`verify_program` with this setting; saves go into its folder, and beside it."""
     one = _alone(source, setting, nproc)
-    if (one.run.error and "dtype" in one.run.error) or "Double" in one.run.error:
-        setting = replace(setting, dtype=None)  # written for one precision: compared in that
-        one = _alone(source, setting, nproc)
+    if one.run.error:
+        setting, one = _in_own_precision(source, setting, one.run.error, nproc)
     stopped = hindrance(one)
     if stopped is not None and not (one.noise is not None and one.noise.seeded):
         return stopped
@@ -129,6 +133,15 @@ def _verified(source: Source, setting: Setting, nproc: int) -> Answer:
         findings = judge_ranks(Evidence(one, ranks, view_of(ranks)))
         return Answer(tuple(findings), one, ranks, view_of(ranks), noise=stopped.unverified) if findings else stopped
     return _answer(source, setting, one, ranks)
+
+
+def _in_own_precision(source: Source, setting: Setting, error: str, nproc: int) -> tuple[Setting, OneDevice]:
+    """(setting, one device) of a program that fails in float64 with `error`: it may be written for one precision."""
+    setting = replace(setting, dtype=None)
+    one = _alone(source, setting, nproc)
+    told = OWN_PRECISION.format(error.splitlines()[-1].strip(), relative_of(setting))
+    notes = one.notes if one.lowered is not None else (told, *one.notes)  # LOWERED says it
+    return replace(setting, lowered=one.lowered), replace(one, notes=notes)
 
 
 def _alone(source: Source, setting: Setting, nproc: int) -> OneDevice:
@@ -183,7 +196,7 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
             loaded: RunRecord = launch_without_gpus(run_load, source, _of_ranks(setting), nproc=1)[0]
         findings = judge_reshard(evidence, loaded)
     shared = say_packed(evidence, evidence.num_steps) or ((EVEN,) if _is_even(evidence) else ())
-    notes = shared + say_compiled(evidence) + not_tried(ranks, setting.num_steps)
+    notes = one.notes + shared + say_compiled(evidence) + not_tried(ranks, setting.num_steps)
     equal = equal_steps(evidence) if findings else {}
     return Answer(tuple(findings), one, tuple(ranks), world, notes=notes, equal_steps=equal)
 
@@ -222,7 +235,7 @@ def _in_its_own_precision(evidence: Evidence) -> Answer:
     found = judge_start(evidence) or judge_fed(evidence, 0) or judge_low_precision(evidence)
     findings = (*found, *judge_ranks(evidence))
     equal = () if found else say_errors(evidence, name)
-    notes = (LOWERED.format(name), *say_packed(evidence, 1), *equal, *say_noisy(one, name))
+    notes = (LOWERED.format(name), *one.notes, *say_packed(evidence, 1), *equal, *say_noisy(one, name))
     if not findings and set(noisy_gradients(one)) >= one.run.steps[0].gradients.keys():
         return cannot(
             f"rounding in {name} hides what is computed", notes[-1], "verify it in float32, or with more samples"
@@ -234,10 +247,16 @@ def _of_ranks(setting: Setting) -> Setting:
     return replace(setting, folder=f"{setting.folder}-ranks")
 
 
+def _of_a_rank(source: Source, setting: Setting) -> Program:
+    """In the precision in which one device computes."""
+    program = read_program(source)
+    return program if setting.lowered is not None else without_policies(program)
+
+
 def run_load(source: Source, setting: Setting) -> RunRecord:
     """One process that is built as a rank is, and loads what the ranks have saved."""
     with observer_of(setting) as observer, process_group():
-        program = read_program(source)
+        program = _of_a_rank(source, setting)
 
         def build(distributed: bool) -> Any:
             assert program.load is not None
@@ -256,7 +275,7 @@ def run_rank(source: Source, setting: Setting) -> RunRecord:
     """One of the ranks; runs in a process that `launch` has started."""
     with observer_of(setting) as observer, process_group() as (rank, size):
         os.makedirs(setting.folder, exist_ok=True)
-        record = OwnLoop(read_program(source), setting, rank, size, True, observer).run()
+        record = OwnLoop(_of_a_rank(source, setting), setting, rank, size, True, observer).run()
         if record.error:  # the others wait for this rank: the launcher ends them
             raise RankFailed(f"rank {rank}: {record.error}")
         return record

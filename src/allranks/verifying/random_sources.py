@@ -32,6 +32,8 @@ OWN: Final = {
     np.random.RandomState: "a numpy.random.RandomState of its own",
     random.Random: "a random.Random of its own",
 }
+PRECISIONS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""The most precise first."""
 CLOCKS: Final = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns")
 _PATHS: Final = sysconfig.get_paths()
 _NOT_THE_PROGRAM: Final = (
@@ -49,7 +51,7 @@ class RandomOperations(TorchDispatchMode):
     Attributes:
         names: theirs; of what draws from a shared generator.
         own: of what draws from a torch.Generator that the program has for itself.
-        lowered: bfloat16 or float16, where an operation gives numbers of that type; else None.
+        lowest: of float64, float32, float16 and bfloat16 the least precise type of which an operation gives numbers.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
@@ -57,7 +59,7 @@ class RandomOperations(TorchDispatchMode):
         self._observer = observer or Observer()
         self.names: list[str] = []
         self.own: list[str] = []
-        self.lowered: torch.dtype | None = None
+        self.lowest = torch.float64
         self._before = generator_digests()
         self._within = True
 
@@ -83,9 +85,14 @@ class RandomOperations(TorchDispatchMode):
             if name not in noted:
                 noted.append(name)
         found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor) and found.dtype in (torch.bfloat16, torch.float16):
-            self.lowered = found.dtype
+        if isinstance(found, torch.Tensor) and found.dtype in PRECISIONS:
+            self.lowest = max(self.lowest, found.dtype, key=PRECISIONS.index)
         return found
+
+    @property
+    def lowered(self) -> torch.dtype | None:
+        """bfloat16 or float16, where an operation gives numbers of that type; else None."""
+        return self.lowest if self.lowest in PRECISIONS[2:] else None
 
     def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step inside of it."""

@@ -185,13 +185,14 @@ class OneDevice:
 
     Attributes:
         run: the run.
-        variants: the same run again, with what changes nothing but the rounding: samples in another order, parameters
-            moved by an ulp.
+        variants: the same run again, with what changes nothing but the rounding (variants.py).
         shares: step -> rank -> micro-batch -> gradients of it alone, from the parameters before that step.
         noise: why it is nothing to compare with; None where the run is the same again, with other random numbers too.
         too_small: which step of an own loop has fewer samples than ranks, in words; "" where none has.
         whole_validation: samples that a Task's validation split has, where fewer were measured; 0: all were.
         lowered: a low precision in which an own loop computes that runs in its own precision alone; None: in none.
+        lowest: the least precise type in which an own loop computes, in whichever precision it is run.
+        notes: what was seen of it that limits or explains the comparison, in words.
     """
 
     run: RunRecord
@@ -201,3 +202,5 @@ class OneDevice:
     too_small: str = ""
     whole_validation: int = 0
     lowered: torch.dtype | None = None
+    lowest: torch.dtype = torch.float64
+    notes: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ class Variation:
     """What changes nothing but the rounding, or what is random.
 
     Attributes:
-        shake: seed of an ulp of noise on the parameters; None: none.
+        shake: seed of an ulp (of the type `ulp`, or that of the run) of noise on the parameters; None: none.
         shuffled: feed the samples of each forward in another order.
         apart: one sample a forward, where it does not matter which samples share one.
         exact: no autocast, where the run has one.
@@ -50,6 +50,7 @@ class Variation:
     """
 
     shake: int | None = None
+    ulp: torch.dtype | None = None
     shuffled: bool = False
     apart: bool = False
     exact: bool = False
@@ -62,8 +63,7 @@ class TaskAlone:
     """One run of a Task on one device.
 
     Attributes:
-        lowered: the type to which autocast lowers a forward; None: everything is in float64. Nothing is evaluated
-            where it does.
+        lowered: what autocast lowers a forward to, and nothing is evaluated; None: everything is in float64.
         scale: of the losses in the backward; gradients are divided by it.
         choosing: what goes through it is chosen by it; None: nothing is looked at.
         operations: are told where a step begins and ends.
@@ -125,7 +125,7 @@ class TaskAlone:
             optimizers=[type(optimizer).__name__ for optimizer in self._optimizers.values()],
         )
         if self.variation.shake is not None:
-            look.shake(named, self.variation.shake, self.lowered)
+            look.shake(named, self.variation.shake, self.variation.ulp or self.lowered)
         for parameter in unique(named.values()) if self.scale != 1.0 else ():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._unscale)

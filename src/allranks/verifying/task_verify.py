@@ -30,9 +30,9 @@ from allranks.verifying.shrinking import Room, Size, choose_size, shrink
 from allranks.verifying.task_alone import TaskAlone, Variation
 from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank, shorten_validation
 from allranks.verifying.unverified import Unverified, failing, failing_here
+from allranks.verifying.variants import ORDERED, Seen, variants_of
 from allranks.verifying.world_view import WorldView
 
-NUM_VARIANTS = 2
 PLAIN = Variation()
 TOO_LARGE = "return settings that make it small in hints().small, or take a machine with more memory"
 NOT_EVALUATED = "no evaluation was compared: the Task has no validation samples, or a step of its own"
@@ -96,12 +96,12 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
             with failing("the run that goes on alone from the ranks' checkpoint fails", ALONE[1]):
                 record: TaskRecord = launch_without_gpus(run_task_rank, _going_on_alone(plan, errand), nproc=1)[0]
             findings = _resharded(record.run, one)
-        notes = notes_of(plan, len(saves), one.whole_validation) + say_compiled(evidence)
+        notes = one.notes + notes_of(plan, len(saves), one.whole_validation) + say_compiled(evidence)
         if all(record.run.evaluation is None for record in ranks):
             notes = (*notes, NOT_EVALUATED)
         if not findings and plan.precision in LOWERED:
             with failing(f"it fails in {plan.precision}", "make it train in this precision first: allranks train"):
-                low = _run_lowered(plan, errand)
+                low = _run_lowered(plan, errand, ordered=ORDERED in one.notes)
             findings, lowered = _in_low_precision(plan, low)
             notes = (*notes, *lowered)
     runs, equal = tuple(record.run for record in ranks), equal_steps(evidence) if findings else {}
@@ -150,10 +150,16 @@ def run_task_alone(errand: Errand) -> OneDevice:
         def run(variation: Variation = PLAIN) -> RunRecord:
             return TaskAlone(prepared.task, prepared.config, errand.num_steps, observer, variation).run()
 
-        def drawing(seeded: bool) -> Sequence[str]:
-            operations, unseeded = RandomOperations(observer), Unseeded()
-            with unseeded.watching(), operations:
+        def drawn() -> RandomOperations:
+            operations = RandomOperations(observer)
+            with operations:
                 TaskAlone(prepared.task, prepared.config, 1, observer, operations=operations).run()
+            return operations
+
+        def drawing(seeded: bool) -> Sequence[str]:
+            unseeded = Unseeded()
+            with unseeded.watching():
+                operations = drawn()
             return operations.names if seeded else (*operations.own, *unseeded.names)
 
         first = run()
@@ -162,9 +168,15 @@ def run_task_alone(errand: Errand) -> OneDevice:
         noise = find_noise(first, lambda seed: run(replace(PLAIN, seed=PLAIN.seed + seed)), drawing)
         if noise is not None:
             return OneDevice(first, noise=noise)
-        variants = [run(Variation(shake=number, shuffled=True)) for number in range(1, NUM_VARIANTS + 1)]
-        right = [variant for variant in variants if not variant.error]
-        return OneDevice(first, right, whole_validation=max(shortened, default=0))
+
+        def seen() -> Seen:
+            operations = drawn()
+            return Seen(operations.lowest, bool(operations.own))
+
+        variants, notes = variants_of(
+            first, lambda shake, shuffled, ulp: run(Variation(shake=shake, ulp=ulp, shuffled=shuffled)), seen
+        )
+        return OneDevice(first, variants, whole_validation=max(shortened, default=0), notes=notes)
 
 
 def _going_on_alone(plan: Plan, errand: Errand) -> Errand:
@@ -184,9 +196,9 @@ def _resharded(run: RunRecord, one: OneDevice) -> list[Finding]:
     ]
 
 
-def _run_lowered(plan: Plan, errand: Errand) -> Lowered:
+def _run_lowered(plan: Plan, errand: Errand, *, ordered: bool) -> Lowered:
     words = (*plan.request.overrides, f"train.precision={plan.precision}")
-    return run_lowered(replace(plan.request, overrides=words), errand, plan.nproc)
+    return run_lowered(replace(plan.request, overrides=words), errand, plan.nproc, ordered=ordered)
 
 
 def _in_low_precision(plan: Plan, low: Lowered) -> tuple[list[Finding], tuple[str, ...]]:
