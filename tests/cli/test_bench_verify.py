@@ -105,7 +105,6 @@ UNLOOKED_AT = {  # folder -> how many programs are wrong there, and which of the
         {
             "S09_task_padded_frames": ["other"],
             "S13_trust_of_own_heads": ["other"],
-            "S16_bias_of_every_rank": ["S29"],
             "S29_task_grades_of_a_rank": ["S16"],
         },
     ),
