@@ -94,3 +94,23 @@ def test_optimizers_are_torchs(name: str, kind: type) -> None:
     config = prepare(TrainRequest(task_spec=POINTS, overrides=words)).config.optimizer
     made = plain_optimizer([torch.zeros(1, requires_grad=True)], config)
     assert type(made) is kind and made.param_groups[0]["lr"] == 0.3
+
+
+def test_state_that_a_forward_moves_is_noted_and_forwards_are_made_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not run().stateful
+    build = nn.Sequential.__init__
+
+    def count(model: Any, _: Any) -> None:
+        model.calls += 1
+
+    def with_counter(model: nn.Sequential, *layers: nn.Module) -> None:
+        build(model, *layers)
+        model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        model.register_forward_pre_hook(count)
+
+    monkeypatch.setattr(nn.Sequential, "__init__", with_counter)
+    plain, cut = run(), run(Variation(forwards=3))
+    assert plain.stateful and cut.stateful
+    calls = [[int(step.buffers["calls"].value) for step in record.steps] for record in (plain, cut)]
+    assert calls == [[1, 2, 3], [3, 6, 9]]
+    assert torch.allclose(cut.steps[0].raw["0.weight"].value, plain.steps[0].raw["0.weight"].value, rtol=1e-12)

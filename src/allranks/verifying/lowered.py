@@ -126,7 +126,10 @@ def run_alone_lowered(errand: Errand, ordered: bool = False) -> LoweredOne:
     with observer.watching():
 
         def run(rounding: Rounding, scale: float, choosing: Choosing | None = None) -> RunRecord:
-            given = prepared.task, prepared.config, 1, observer, rounding.variation, lowered, scale, choosing
+            variation = rounding.variation
+            if errand.stateful:  # then samples do not go through one by one
+                variation = replace(variation, forwards=errand.forwards, apart=False)
+            given = prepared.task, prepared.config, 1, observer, variation, lowered, scale, choosing
             with Pieces(rounding.pieces) as pieces:
                 seen.append(pieces)
                 return TaskAlone(*given).run()

@@ -85,6 +85,14 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> Parts:
     return {name: part_of(tensor) for name, tensor in tensors.items()}
 
 
+def has_moved(models: Mapping[str, nn.Module], before: Parts) -> bool:
+    """Whether a buffer is not what it was `before`; those by which experts are balanced are moved by the step."""
+    parts = [part for module in models.values() for part in module.modules() if hasattr(part, "update_balance")]
+    balanced = {id(buffer) for part in parts for buffer in part.buffers()}
+    now = {name: buffer for name, buffer in logical_buffers(models).items() if id(buffer) not in balanced}
+    return any(not torch.equal(part_of(now[name]).value, before[name].value) for name in now.keys() & before.keys())
+
+
 def rows_of(batches: Any) -> list[int]:
     """Digests of the samples of a batch: of every row of its tensors, where these have one length.
 

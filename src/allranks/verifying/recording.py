@@ -128,6 +128,8 @@ class RunRecord:
         redrawn: lengths of permutations that were drawn more than once with the same values while the data was made.
         compiled: whether some dropouts are compiled, and tell nothing.
         given: digests of what modules are given in the first step (given.py); empty where that says nothing.
+        stateful: whether the first step's forwards have moved buffers that are no statistics of a batch (a counter, the
+            vectors of a spectral norm): what is computed then depends on how many forwards a step has.
         error: why the process could not go on, in one line; "" where it could.
     """
 
@@ -143,6 +145,7 @@ class RunRecord:
     redrawn: list[int] = field(default_factory=list)
     compiled: bool = False
     given: list[int] = field(default_factory=list)
+    stateful: bool = False
     error: str = ""
 
     @property

@@ -45,6 +45,7 @@ class Variation:
         shake: seed of an ulp (of the type `ulp`, or that of the run) of noise on the parameters; None: none.
         shuffled: feed the samples of each forward in another order.
         apart: one sample a forward, where it does not matter which samples share one.
+        forwards: of a step, where a forward moves state of its own; None: one.
         exact: no autocast, where the run has one.
         seed: of the random numbers of the steps.
     """
@@ -53,6 +54,7 @@ class Variation:
     ulp: torch.dtype | None = None
     shuffled: bool = False
     apart: bool = False
+    forwards: int | None = None
     exact: bool = False
     seed: int = 1
 
@@ -135,8 +137,8 @@ class TaskAlone:
         fixed = self.task.coupled or bool(self.record.start.statistics)
         cut = cut_step(self.config.train, Layout(), fixed=fixed)
         if not fixed:
-            # One forward over the whole global batch.
-            cut = replace(cut, micro_batch=1 if self.variation.apart else None, micro_steps=None)
+            # One forward over the whole global batch; as many as the ranks make, where their number shows.
+            cut = replace(cut, micro_batch=1 if self.variation.apart else None, micro_steps=self.variation.forwards)
         stream = DataStream(
             dataset,
             cut=cut,
@@ -172,15 +174,13 @@ class TaskAlone:
             look.seed_everything(self.variation.seed + index)
             if self.operations is not None:
                 self.operations.begin()
-            yield [self._prepared(m.batch, index) for m in batch.micro_steps]
+            batches = [self._cast(m.batch) for m in batch.micro_steps]
+            yield [shuffled(one, index) for one in batches] if self.variation.shuffled else batches
 
     def _in_order(self, micro_step: MicroStep, index: int) -> list[int]:
         """Digests of the samples of a forward in the order in which they are fed."""
         rows = rows_of_forward(micro_step)
         return in_order(rows, order_of(micro_step.batch, index) if self.variation.shuffled else None)
-
-    def _prepared(self, batch: Any, index: int) -> Any:
-        return shuffled(self._cast(batch), index) if self.variation.shuffled else self._cast(batch)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -229,6 +229,8 @@ class TaskAlone:
     def _after_step(self, step: int) -> None:
         if self.operations is not None:
             self.operations.end()
+        if not self.record.steps and not self.record.start.statistics:
+            self.record.stateful = look.has_moved(self._models, self.record.start.buffers)
         for part in (part for module in self._models.values() for part in module.modules()):
             move: Any = getattr(part, "update_balance", None)
             if hasattr(part, "tokens_per_expert") and callable(move):
@@ -264,12 +266,9 @@ class TaskAlone:
             average = self.record.steps[-1].kept.get(f"ema.{name}")
             if average is not None:
                 parameter.copy_(average.value)
+        size, seed = self.config.train.global_batch, self.config.train.seed
         batches = evaluation_batches(
-            validation,
-            batch_size=self.config.train.global_batch,
-            seed=self.config.train.seed,
-            collate=self.task.collate,
-            draws=draws(validation),
+            validation, batch_size=size, seed=seed, collate=self.task.collate, draws=draws(validation)
         )
         return evaluate_on_one_device(self._terms(model, m) for m in batches)
 

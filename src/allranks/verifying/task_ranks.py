@@ -64,6 +64,8 @@ class Errand:
         recorded: what one device has chosen, to be chosen again; None: everything chooses by itself.
         evaluate: whether to measure the validation samples in the end.
         keep: repeats that are kept of each row of equal blocks; None: all.
+        forwards: of a step on each rank.
+        stateful: whether a forward moves state of its own, so that one device has to make as many.
     """
 
     request: TrainRequest
@@ -75,6 +77,8 @@ class Errand:
     recorded: Recorded | None = None
     evaluate: bool = True
     keep: int | None = None
+    forwards: int = 1
+    stateful: bool = False
 
 
 @final

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from allranks.data.cut import cut_step
 from allranks.data.stream import checked_len, declared_order
 from allranks.errors import ConfigError, DataError
 from allranks.free_memory import free_host_bytes
@@ -82,7 +83,8 @@ def _verify_sized(plan: Plan, request: TrainRequest, num_steps: int) -> Answer:
 def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
         saves = saves_of(num_steps)
-        errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", saves=saves, keep=size.keep)
+        forwards = cut_step(plan.config.train, plan.layout).num_micro_steps()
+        errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", saves, keep=size.keep, forwards=forwards)
         with failing(*ALONE):
             one: OneDevice = launch_without_gpus(run_task_alone, errand, nproc=1)[0]
         stopped = hindrance(one)
@@ -101,7 +103,8 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
             notes = (*notes, NOT_EVALUATED)
         if not findings and plan.precision in LOWERED:
             with failing(f"it fails in {plan.precision}", "make it train in this precision first: allranks train"):
-                low = _run_lowered(plan, errand, ordered=ORDERED in one.notes)
+                stateful = replace(errand, stateful=one.run.stateful)
+                low = _run_lowered(plan, stateful, ordered=ORDERED in one.notes)
             findings, lowered = _in_low_precision(plan, low)
             notes = (*notes, *lowered)
     runs, equal = tuple(record.run for record in ranks), equal_steps(evidence) if findings else {}
@@ -165,7 +168,11 @@ def run_task_alone(errand: Errand) -> OneDevice:
         first = run()
         if first.error:
             return OneDevice(first)
-        noise = find_noise(first, lambda seed: run(replace(PLAIN, seed=PLAIN.seed + seed)), drawing)
+        plain = PLAIN
+        if first.stateful:
+            plain = replace(PLAIN, forwards=errand.forwards)
+            first = run(plain)
+        noise = find_noise(first, lambda seed: run(replace(plain, seed=plain.seed + seed)), drawing)
         if noise is not None:
             return OneDevice(first, noise=noise)
 
@@ -174,7 +181,7 @@ def run_task_alone(errand: Errand) -> OneDevice:
             return Seen(operations.lowest, bool(operations.own))
 
         variants, notes = variants_of(
-            first, lambda shake, shuffled, ulp: run(Variation(shake=shake, ulp=ulp, shuffled=shuffled)), seen
+            first, lambda shake, shuffled, ulp: run(replace(plain, shake=shake, ulp=ulp, shuffled=shuffled)), seen
         )
         return OneDevice(first, variants, whole_validation=max(shortened, default=0), notes=notes)
 
