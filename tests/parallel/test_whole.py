@@ -47,6 +47,30 @@ def test_loss_and_norms_are_those_of_a_plain_forward_and_backward() -> None:
     }
 
 
+def test_a_module_that_computes_on_its_way_into_evaluation_mode_sees_the_noise() -> None:
+    """As one that merges adapters: the ranks' parts have their noise before they enter it, too."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.twice = nn.Parameter(torch.ones(2)), torch.zeros(2)
+
+        def train(self, mode: bool = True) -> "Twice":
+            self.twice = 2 * self.weight.detach()
+            super().train(mode)
+            return self
+
+    seen: list[Any] = []
+
+    def loss_of(module: Any) -> torch.Tensor:
+        seen.append((module.training, torch.equal(module.twice, 2 * module.weight)))
+        found: torch.Tensor = module.weight.sum()
+        return found
+
+    whole_gradients(Twice, choose_precision("float64", None, "cpu"), seed, loss_of)
+    assert seen == [(False, True)]
+
+
 def test_a_part_gets_its_part_of_the_noise() -> None:
     whole, rows = torch.zeros(5, 3), torch.zeros(2, 2)
     shake(whole, "a", whole.shape, (slice(None), slice(None)))

@@ -75,9 +75,10 @@ def whole_gradients(
     seed()
     module = build()
     assert isinstance(module, nn.Module), "several modules have a step() of their own, which this is not asked for"
-    module = (module.double() if precision.parameters is torch.float64 else module.float()).eval()
+    module = module.double() if precision.parameters is torch.float64 else module.float()
     for name, parameter in module.named_parameters():
         shake(parameter.detach(), name, parameter.shape, tuple(slice(None) for _ in parameter.shape))
+    module.eval()  # now: it may merge parameters, and has to see what they are
     loss = loss_of(module)
     if loss.requires_grad:
         loss.backward()

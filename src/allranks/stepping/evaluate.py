@@ -1,8 +1,7 @@
 """Exact evaluation: every sample of the validation split once, whatever the number of ranks."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 
 import torch
@@ -13,7 +12,7 @@ from allranks.data.micro_step import MicroStep
 from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
 from allranks.parallel.gather import RanksRows
-from allranks.parallel.spread import Spread
+from allranks.stepping.evaluation_mode import evaluation_mode
 from allranks.stepping.fed import fed
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.task import Task
@@ -41,7 +40,7 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
     """
     spread = forward.spread
     found: dict[str, list[Number]] = {}
-    with _evaluation_mode(spread), buffers_kept(spread, unless=False):
+    with evaluation_mode(spread.modules.values()), buffers_kept(spread, unless=False):
         spread.batch_norms.average()
         for micro_step in batches:
             fault_points.reach("evaluate")
@@ -105,20 +104,6 @@ def _everyones(names: list[str], group: dist.ProcessGroup, device: torch.device)
     dist.all_gather(parts, mine, group=group)
     texts = [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
     return sorted({name for one in texts for name in json.loads(one)})
-
-
-@contextmanager
-def _evaluation_mode(spread: Spread) -> Iterator[None]:
-    """Every module in evaluation mode inside; afterwards each in its own (a frozen part stays as it was), resharded."""
-    modes = [(part, part.training) for module in spread.modules.values() for part in module.modules()]
-    for module in spread.modules.values():
-        module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-        spread.reshard()
 
 
 def measure(task: Task, output: object, batch: object) -> dict[str, tuple[object, object]]:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+from allranks.stepping.evaluation_mode import evaluation_mode
 from allranks.stepping.passes import Forward, buffers_kept
 
 PASSES = 3  # a backward costs about two forwards (arXiv 2001.08361, section 2.1)
@@ -18,19 +19,14 @@ def count_flops(forward: Forward, batch: Any, num_samples: int) -> float | None:
     layout this is collective: all ranks call it.
     """
     module = forward.spread.bare()
-    modes = [(part, part.training) for part in module.modules()]
     counter = FlopCounterMode(display=False)
-    try:
-        module.eval()
-        with torch.no_grad(), buffers_kept(forward.spread, unless=False), counter:
-            forward.raw(forward.place(batch), module)
-    except Exception:
-        # A module may do what cannot be counted; that costs it a curve, and nothing else.
-        return None
-    finally:
-        for part, training in modes:
-            part.training = training
-        forward.spread.reshard()
+    with evaluation_mode((module,)):
+        try:
+            with torch.no_grad(), buffers_kept(forward.spread, unless=False), counter:
+                forward.raw(forward.place(batch), module)
+        except Exception:
+            # A module may do what cannot be counted; that costs it a curve, and nothing else.
+            return None
     layout, total = forward.spread.mesh.layout, float(counter.get_total_flops())
     if forward.spread.experts is not None:
         # A rank computes its experts for the tokens of all ranks of its ep group: some for more, some for fewer.

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from allranks.data.random_keys import generators_kept
 from allranks.parallel.batchnorm import statistics_fixed
+from allranks.stepping.evaluation_mode import evaluation_mode
 
 MOST_BYTES = 1 << 30  # of tensors that are copied
 MOST_ENTRIES = 100_000  # of containers that are copied
@@ -171,15 +172,11 @@ def state_kept(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; modes, buffers and the global generators as before afterwards."""
-    modes = [(part, part.training) for part in module.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    module.eval()
     try:
-        with generators_kept(module), statistics_fixed(module), torch.enable_grad():
+        with evaluation_mode((module,)), generators_kept(module), statistics_fixed(module), torch.enable_grad():
             yield
     finally:
-        for part, training in modes:
-            part.training = training
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

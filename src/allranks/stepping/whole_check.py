@@ -28,6 +28,7 @@ from allranks.parallel.spread import Spread, is_gpu
 from allranks.parallel.stage_transport import signature_of
 from allranks.parallel.whole import WholeGradients, float32_products, square_of, whole_gradients
 from allranks.stepping.alike import everyones
+from allranks.stepping.evaluation_mode import evaluation_mode
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.sequence_loss import advise_loss
 from allranks.units import format_count
@@ -233,15 +234,9 @@ def _spread_gradients(forward: Forward, batch: Any) -> WholeGradients:
     spread = forward.spread
     # DDP has nothing to do where all its ranks have the same; it sums what several parts of a sequence have.
     module = spread.bare() if spread.context is None else spread.modules[""]
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
     spread.synchronise(last=True)
-    try:
-        with generators_kept(module), buffers_kept(spread, unless=False), torch.enable_grad():
-            loss, square = _backward(forward, forward.place(batch), module)
-    finally:
-        for part, training in modes:
-            part.training = training
+    with evaluation_mode((module,)), generators_kept(module), buffers_kept(spread, unless=False), torch.enable_grad():
+        loss, square = _backward(forward, forward.place(batch), module)
     spread.reduce_scalars()
     names = spread.trainable_names
     # Each of those that hold a part brings its share of the square, and one of those that have the loss brings that.

@@ -261,11 +261,11 @@ class TaskAlone:
             return {}
         self.observer.feed([])  # what is dropped here is no step's
         model = self._models[""]
-        model.eval()
         for name, parameter in look.logical_parameters(model).items():
             average = self.record.steps[-1].kept.get(f"ema.{name}")
             if average is not None:
                 parameter.copy_(average.value)
+        model.eval()  # now: it may merge parameters
         size, seed = self.config.train.global_batch, self.config.train.seed
         batches = evaluation_batches(
             validation, batch_size=size, seed=seed, collate=self.task.collate, draws=draws(validation)

@@ -92,3 +92,22 @@ def test_evaluation_puts_every_mode_and_buffer_back() -> None:
         assert net.get_buffer("forwards").item() == 0
         assert net.training and not frozen.training and not frozen.drop.training
         assert other.drop.training
+
+
+def test_evaluation_tells_modules_of_both_ways() -> None:
+    """A cache that train() drops must not be measured again after the next step."""
+
+    class Cached(nn.Linear):
+        cache: torch.Tensor | None = None
+
+        def train(self, mode: bool = True) -> "Cached":
+            self.cache = None if mode else self.cache
+            super().train(mode)
+            return self
+
+    with allranks.join() as world:
+        net = Cached(2, 2)
+        world.parallelize(net)
+        with world._ground.models.evaluating():
+            net.cache = net.weight.detach().clone()
+        assert net.training and net.cache is None

@@ -14,6 +14,7 @@ from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
 from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.parallel.spread import Spread
+from allranks.stepping.evaluation_mode import evaluation_mode
 from allranks.stepping.guards import LearntBuffers
 from allranks.stepping.passes import buffers_kept
 from allranks.training.own.starts import Start, Whole
@@ -163,26 +164,16 @@ class OwnModels:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Every module in evaluation mode inside; afterwards modes and buffers as before, and nothing left gathered."""
-        modes = [
-            (part, part.training)
-            for spread in self.all()
-            for module in spread.modules.values()
-            for part in module.modules()
-        ]
-        for part, _ in modes:
-            part.training = False
         self.is_evaluating = True
         try:
             with ExitStack() as kept:
+                kept.enter_context(evaluation_mode(one for spread in self.all() for one in spread.modules.values()))
                 for spread in self.all():
                     kept.enter_context(buffers_kept(spread, unless=False))
                     spread.batch_norms.average()
                 yield
         finally:
             self.is_evaluating = False
-            for part, training in modes:
-                part.training = training
-            self.reshard()
 
     def keep_learnt(self) -> None:
         """A step begins: remember what forwards of frozen modules change in it; the trained one has a StepGuard."""
