@@ -196,7 +196,7 @@ def mark_state(told: RankStep, ledger: Ledger) -> None:
         names = {id(tensor): name for name, tensor in spread.updatable().items()}
         for parameter, state in optimizer.state.items():
             memory = ledger.find(local(parameter.detach())).heirs
-            for value in state.values():
+            for value in pytree.tree_leaves(dict(state)):
                 if isinstance(value, torch.Tensor):
                     ledger.mark(local(value), "optimizer", names.get(id(parameter), "").rpartition(".")[0])
                     ledger.move(local(value), memory)

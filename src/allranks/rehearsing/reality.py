@@ -124,7 +124,7 @@ def resting_bytes(session: Session, batch: StepBatch) -> int:
     leaves = pytree.tree_leaves([one.batch for one in batch.micro_steps])
     held += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for optimizer in session.optimizers.by_name.values():
-        states = (value for state in optimizer.state.values() for value in state.values())
+        states = pytree.tree_leaves([dict(state) for state in optimizer.state.values()])
         held += [local(value) for value in states if isinstance(value, torch.Tensor)]
     held += [] if session.step.guard is None else session.step.guard.held
     if spread.stages is not None:

@@ -22,6 +22,7 @@ from allranks.errors import TaskError
 from allranks.layout import Layout
 from allranks.parallel.compiled import uncompiled
 from allranks.parameter_map import Entry
+from allranks.stepping.optimizer_state import leaves_of
 from allranks.verdict import Decision
 
 Scope = Literal["element", "tensor", "model"]
@@ -265,7 +266,7 @@ def check_state(optimizer: Optimizer, entries: Mapping[int, Entry]) -> None:
         entry = entries[id(parameter)]
         if not entry.sharded or isinstance(parameter, DTensor):
             continue
-        for key, value in state.items():
+        for key, value in leaves_of(state):
             if isinstance(value, torch.Tensor) and value.numel() > 1 and tuple(value.shape) != entry.box.shape:
                 raise TaskError(
                     f"{type(optimizer).__name__} keeps {key!r} of shape {list(value.shape)} for a part "

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -14,8 +13,9 @@ from allranks import fault_points
 from allranks.config import OptimizerConfig
 from allranks.errors import TaskError
 from allranks.parallel.spread import Spread
-from allranks.parameter_map import Box, Entry
+from allranks.parameter_map import Entry
 from allranks.stepping.element_wise import check_scopes, check_state
+from allranks.stepping.optimizer_state import NUMBERS, Forms, check_leaves, entry_of, leaves_of, local, put_numbers
 from allranks.stepping.scaler import skips_on_device
 
 Parameters = Sequence[torch.Tensor] | Mapping[str, Sequence[torch.Tensor]]
@@ -46,6 +46,7 @@ class Optimizers:
         self._whole = {id(tensor): spread.tensors[name] for name, tensor in updatable.items()}
         self._parameters = {name: _parameters_of(optimizer) for name, optimizer in optimizers.items()}
         self._initial = {name: [_settings(group) for group in it.param_groups] for name, it in optimizers.items()}
+        self._forms = Forms()
         self._updated: dict[str, list[torch.Tensor]] = {}
         self._seen: set[str] = set()
         self._skipping: dict[str, bool] = {}
@@ -93,7 +94,7 @@ class Optimizers:
             fault_points.reach("optimizer")
             if name not in self._seen:
                 self._seen.add(name)
-                self._check_held()
+                self._check_kept()
                 check_state(self.by_name[name], self.entries)
         if rows is not None:
             rows.collect(self.parameters(which))
@@ -126,32 +127,33 @@ class Optimizers:
                 group.update(values, params=parameters)
 
     def parts(self) -> Parts:
-        """Every state tensor as this rank holds it, by its logical name `optimizer[.<which>].<state>.<parameter>`.
+        """Every state tensor as this rank holds it, by its logical name `optimizer[.<which>].<leaf>.<parameter>`.
 
         Of parameters that a loop of one's own has added there is none: they are not the model's.
         """
         return [
-            (self._state_entry(self.entries[id(parameter)], f"{prefix}.{key}", value), _local(value))
+            (self._state_entry(parameter, f"{prefix}.{leaf}", value), local(value))
             for prefix, optimizer in self._prefixed()
             for parameter, state in optimizer.state.items()
-            for key, value in state.items()
+            for leaf, value in leaves_of(state)
             if isinstance(value, torch.Tensor) and id(parameter) in self.entries
         ]
 
     def numbers(self) -> dict[str, object]:
-        """What a checkpoint keeps besides tensors: state values that are plain numbers, by the same names, and what an
+        """What a checkpoint keeps besides tensors: state values that are numbers, by the same names, and what an
         optimizer has changed in its groups (a counter, an estimated rate), as `optimizer[.<which>].group.<i>.<key>`.
 
         Raises:
-            TaskError: it has changed something there that is no JSON value, or holds what is no parameter of the model.
+            TaskError: it has changed something there that is no JSON value, holds what is no parameter of the model, or
+                keeps state that no checkpoint can hold, or that no resume could fill.
         """
-        self._check_held()
+        self._check_kept()
         found: dict[str, object] = {
-            f"{prefix}.{key}.{self.entries[id(parameter)].name}": value
+            f"{prefix}.{leaf}.{self.entries[id(parameter)].name}": value
             for prefix, optimizer in self._prefixed()
             for parameter, state in optimizer.state.items()
-            for key, value in state.items()
-            if isinstance(value, int | float)
+            for leaf, value in leaves_of(state)
+            if isinstance(value, NUMBERS)
         }
         for which, (prefix, optimizer) in zip(self.by_name, self._prefixed(), strict=True):
             for index, (group, initial) in enumerate(zip(optimizer.param_groups, self._initial[which], strict=True)):
@@ -159,6 +161,13 @@ class Optimizers:
                     if key not in initial or not _equal(value, initial[key]):
                         found[f"{prefix}.group.{index}.{key}"] = _plain(value, optimizer, key)
         return found
+
+    def _check_kept(self) -> None:
+        """See that a checkpoint can hold what the optimizers do. Raises TaskError, naming what it cannot."""
+        self._check_held()
+        for optimizer in self.by_name.values():
+            for parameter in optimizer.state:
+                check_leaves(optimizer, parameter, self.entries[id(parameter)], self._forms)
 
     def _check_held(self) -> None:
         for optimizer in self.by_name.values():
@@ -174,10 +183,8 @@ class Optimizers:
         """The inverse of `numbers`."""
         for prefix, optimizer in self._prefixed():
             for parameter, state in optimizer.state.items():
-                for key in state:
-                    name = f"{prefix}.{key}.{self.entries[id(parameter)].name}"
-                    if name in numbers:
-                        state[key] = numbers[name]
+                names = {leaf: f"{prefix}.{leaf}.{self.entries[id(parameter)].name}" for leaf, _ in leaves_of(state)}
+                put_numbers(state, {leaf: numbers[name] for leaf, name in names.items() if name in numbers})
             for index, group in enumerate(optimizer.param_groups):
                 start = f"{prefix}.group.{index}."
                 changed = {name.removeprefix(start): value for name, value in numbers.items() if name.startswith(start)}
@@ -188,23 +195,16 @@ class Optimizers:
         for prefix, optimizer in self._prefixed():
             for parameter in list(optimizer.state):
                 entry = self.entries[id(parameter)]
-                if not any(known(f"{prefix}.{key}.{entry.name}") for key in optimizer.state[parameter]):
+                if not any(known(f"{prefix}.{leaf}.{entry.name}") for leaf, _ in leaves_of(optimizer.state[parameter])):
                     del optimizer.state[parameter]
 
     def named(self, which: str) -> list[str]:
         """The names of those that are due where `which` is."""
         return [which] if which or which in self.by_name else list(self.by_name)
 
-    def _state_entry(self, entry: Entry, prefix: str, value: torch.Tensor) -> Entry:
-        name = f"{prefix}.{entry.name}"
-        dtype = str(value.dtype).removeprefix("torch.")
-        if _local(value).shape == torch.Size(entry.box.shape):
-            return replace(entry, name=name, dtype=dtype)
-        # A counter or another whole tensor beside a sharded parameter: every rank with a part has all of it.
-        shape = tuple(value.shape)
-        whole = Box.whole(shape)
-        holders = self._spread.everyone_with(entry.name)
-        return replace(entry, name=name, dtype=dtype, shape=shape, box=whole, holders=holders, placements={})
+    def _state_entry(self, parameter: torch.Tensor, prefix: str, value: torch.Tensor) -> Entry:
+        entry = self.entries[id(parameter)]
+        return entry_of(entry, parameter, f"{prefix}.{entry.name}", value, self._spread.everyone_with(entry.name))
 
     def _prefixed(self) -> list[tuple[str, Optimizer]]:
         return [(f"optimizer.{which}" if which else "optimizer", it) for which, it in self.by_name.items()]
@@ -292,7 +292,3 @@ def _plain(value: object, optimizer: Optimizer, key: str) -> object:
             "it, which no checkpoint can hold: keep it in the optimizer's state as a tensor"
         ) from None
     return value
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return value._local_tensor if isinstance(value, DTensor) else value

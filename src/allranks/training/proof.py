@@ -9,6 +9,7 @@ committed. By then the live tensors are others: theirs were digested when they w
 with that (stage.py, background.py).
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,10 +148,24 @@ def _due(live: Live) -> Iterator[str]:
         for parameter, state in optimizer.state.items():
             entry = live.optimizers.entries.get(id(parameter))
             if entry is not None:  # a stranger is refused before the save
-                keys = (key for key, value in state.items() if isinstance(value, torch.Tensor))
-                yield from (f"{prefix}.{key}.{entry.name}" for key in keys)
+                yield from (f"{prefix}.{leaf}.{entry.name}" for key in state for leaf in _leaves(str(key), state[key]))
     for other in live.beside:
         yield from (entry.name for entry, _ in other.parts())
+
+
+def _leaves(name: str, value: object) -> Iterator[str]:
+    """The names of the tensors and numbers that a value of an optimizer's state holds, whatever they lie in."""
+    if isinstance(value, Mapping):
+        members = [(f"{name}[{key!r}]", member) for key, member in value.items()]
+    elif hasattr(value, "_fields"):
+        members = [(f"{name}.{key}", getattr(value, key)) for key in value._fields]
+    elif isinstance(value, list | tuple | deque):
+        members = [(f"{name}[{index}]", member) for index, member in enumerate(value)]
+    else:
+        yield from [name] * isinstance(value, torch.Tensor | int | float)
+        return
+    for path, member in members:
+        yield from _leaves(path, member)
 
 
 def _lacks(checkpoint: Checkpoint, due: Due) -> list[str]:
