@@ -280,6 +280,33 @@ def test_what_no_checkpoint_can_hold_is_refused() -> None:
         found.numbers()
 
 
+class Tallying(torch.optim.SGD):
+    """Keeps a word beside the parameters' states."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.state["tally\n"] = 1  # type: ignore[index]
+
+
+def test_state_that_is_of_no_parameter_is_refused() -> None:
+    found = optimizers(lambda: nn.Linear(2, 2), Tallying)
+    with pytest.raises(TaskError, match=r"^Tallying keeps 'tally.n' in its state beside the parameters', and no"):
+        found.step("", 1.0)
+
+
+def test_a_scheduler_that_the_task_makes_leaves_the_rate_to_the_schedule() -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(parameters, lr=0.5)
+        torch.optim.lr_scheduler.LambdaLR(made, lambda step: step / 10)
+        return made
+
+    found = optimizers(lambda: nn.Linear(2, 2), make)
+    assert found.peaks == {"": [0.5]}
+    assert [said.what for said in found.decisions] == [
+        "the learning rate of SGD is 0.5 at the top of the schedule, and not 0"
+    ]
+
+
 def look() -> Any:
     """Under FSDP: the fused groups, the state of a cut parameter, and that of one without dims."""
     session = session_of(Tiny(kind="scalars"), config_of("fsdp", "optimizer.name=adamw", precision="float32"))

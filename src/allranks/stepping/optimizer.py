@@ -16,6 +16,7 @@ from allranks.parallel.spread import Spread
 from allranks.parameter_map import Entry
 from allranks.stepping.element_wise import check_scopes, check_state
 from allranks.stepping.optimizer_state import NUMBERS, Forms, check_leaves, entry_of, leaves_of, local, put_numbers
+from allranks.stepping.peak_rates import check_peaks, peaks_of
 from allranks.stepping.scaler import skips_on_device
 
 Parameters = Sequence[torch.Tensor] | Mapping[str, Sequence[torch.Tensor]]
@@ -37,9 +38,7 @@ class Optimizers:
 
     def __init__(self, spread: Spread, optimizers: Mapping[str, Optimizer]) -> None:
         self.by_name, self.num_updates = dict(optimizers), 0
-        self.peaks = {
-            name: [float(group["lr"]) for group in optimizer.param_groups] for name, optimizer in optimizers.items()
-        }
+        self.peaks = {name: peaks_of(optimizer) for name, optimizer in optimizers.items()}
         self._spread = spread
         updatable = spread.updatable()
         self.entries = {id(tensor): spread.updatable_entry(name) for name, tensor in updatable.items()}
@@ -178,6 +177,11 @@ class Optimizers:
                         f"{kind} holds a tensor of shape {shape} that is no parameter of the model: no checkpoint keeps"
                         " it, and nobody reduces its gradients; make it a parameter of the module"
                     )
+            if strange := [key for key in optimizer.state if id(key) not in self.entries]:
+                raise TaskError(
+                    f"{type(optimizer).__name__} keeps {str(strange[0])[:60]!r} in its state beside the parameters', "
+                    "and no checkpoint does: keep it in param_groups, where what changes is saved"
+                )
 
     def load_numbers(self, numbers: Mapping[str, object]) -> None:
         """The inverse of `numbers`."""
@@ -247,10 +251,12 @@ def build_optimizers(spread: Spread, config: OptimizerConfig, make: MakeOptimize
     if made is None:
         return Optimizers(spread, {which: make_optimizer(group, config) for which, group in by_module.items()})
     if isinstance(made, Optimizer):
-        return Optimizers(spread, {"": made})
+        made = {"": made}
     if not isinstance(made, Mapping) or not made or not all(isinstance(it, Optimizer) for it in made.values()):
         raise TaskError(f"optimizer() returned {type(made).__name__}: return a torch optimizer, or a dict of them")
-    return Optimizers(spread, made)
+    found = Optimizers(spread, made)
+    found.decisions += check_peaks(made)
+    return found
 
 
 def make_optimizer(parameters: Sequence[torch.Tensor], config: OptimizerConfig) -> Optimizer:

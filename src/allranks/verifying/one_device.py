@@ -32,7 +32,7 @@ def train_on_one_device(
         before_update: told (step, optimizer's name, loss per target, gradient norm), before gradients are clipped.
         after_step: told the step.
     """
-    peaks = {name: [group["lr"] for group in one.param_groups] for name, one in optimizers.items()}
+    peaks = {name: [g.get("initial_lr", g["lr"]) for g in one.param_groups] for name, one in optimizers.items()}
     for index, batch in enumerate(steps):
         for name, loss, targets in losses(models, batch):
             for model in models.values():
