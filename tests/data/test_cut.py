@@ -78,6 +78,14 @@ def test_given_micro_steps_never_depend_on_the_ranks(case: tuple[Cut, int], othe
         assert borders == [spans[0][0] for spans in by_micro_step(cut, size)]
 
 
+@pytest.mark.parametrize(("size", "number"), [(12, 6), (11, 5), (4, 2), (3, 1), (2, 1), (1, 1)])
+def test_a_short_step_rather_has_fewer_forwards_than_small_ones(size: int, number: int) -> None:
+    cut = Cut(12, 1, None, 6, least=2)
+    assert cut.num_micro_steps(size) == number
+    assert min(length for _, length in cut.spans(size, 0)) >= min(size, 2)
+    assert Cut(12, 1, None, 12, least=2).num_micro_steps() == 12  # a full step is as it was asked for
+
+
 def test_what_the_sample_numbers_are() -> None:
     cut = Cut(global_batch=11, num_ranks=4, micro_batch=2)
     assert [cut.spans(11, rank) for rank in range(4)] == [

@@ -23,12 +23,14 @@ class Cut:
         micro_batch: samples per forward per dp rank; None: the whole share at once.
         micro_steps: M where it is fixed (batch statistics, coupled losses); it then never depends on num_ranks or
             micro_batch.
+        least: samples of a forward in a short last step, if it has so many; fewer forwards go before smaller ones.
     """
 
     global_batch: int
     num_ranks: int = 1
     micro_batch: int | None = None
     micro_steps: int | None = None
+    least: int = 1
 
     def __post_init__(self) -> None:
         """Refuses what cannot be cut: LayoutError for fewer samples than ranks, ConfigError for the rest."""
@@ -58,10 +60,10 @@ class Cut:
             )
 
     def num_micro_steps(self, size: int | None = None) -> int:
-        """M of a step of `size` samples (None: a full one). A short last step has no more micro-steps than samples."""
+        """M of a step of `size` samples (None: a full one). A short last step has micro-steps of `least` at least."""
         size = self.global_batch if size is None else size
         if self.micro_steps is not None:
-            return min(self.micro_steps, size)
+            return self.micro_steps if size == self.global_batch else min(self.micro_steps, max(1, size // self.least))
         if self.micro_batch is None:
             return 1
         return -(-size // (self.num_ranks * self.micro_batch))

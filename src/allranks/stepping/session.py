@@ -25,6 +25,7 @@ from allranks.stepping.alike import check_same_code, check_same_start
 from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.ema import Ema
 from allranks.stepping.guards import StepGuard
+from allranks.stepping.last_step import fit_last_step
 from allranks.stepping.loss_window import LossWindow, make_window
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import OuterOptimizer, make_outer
@@ -130,7 +131,7 @@ def assemble(
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
     outer = make_outer(spread, order=declared_order(dataset))
     meeting, fixed = _meet(task, spread, dataset, config, processes)
-    stream = _check_alike(config, open_stream(dataset, config, processes, fixed=fixed), processes)
+    stream, meeting = _open_alike(dataset, config, processes, meeting, fixed=fixed)
     schedule = kept_schedule or make_schedule(config, stream)
     ema, scaler, spikes, _ = beside = _make_beside(task, config, spread, processes)
     posted = post_all(config, processes, meeting.forward, optimizers, schedule, stream, beside, fixed=fixed)
@@ -198,11 +199,15 @@ def _open_dataset(task: Task, config: Config, processes: Processes) -> Any:
     return dataset
 
 
-def _check_alike(config: Config, stream: DataStream, processes: Processes) -> DataStream:
+def _open_alike(
+    dataset: Any, config: Config, processes: Processes, meeting: Meeting, *, fixed: bool
+) -> tuple[DataStream, Meeting]:
+    """The stream, of which every rank has the same, and what is known now that its end is."""
+    stream = open_stream(dataset, config, processes, fixed=fixed)
     # Where the Task's file lies is each host's own business.
     settings = {key: value for key, value in config.flat().items() if key != "task.spec"}
     check_same_start(settings, stream.num_samples, processes.world_group, processes.device)
-    return stream
+    return stream, fit_last_step(stream, meeting, processes)
 
 
 def make_agreement(processes: Processes) -> Agreement:

@@ -135,7 +135,7 @@ class TaskAlone:
     def _train(self) -> None:
         dataset = self.task.dataset("train")
         fixed = self.task.coupled or bool(self.record.start.statistics)
-        cut = cut_step(self.config.train, Layout(), fixed=fixed)
+        cut = replace(cut_step(self.config.train, Layout(), fixed=fixed), least=1 + bool(self.record.start.statistics))
         if not fixed:
             # One forward over the whole global batch; as many as the ranks make, where their number shows.
             cut = replace(cut, micro_batch=1 if self.variation.apart else None, micro_steps=self.variation.forwards)
