@@ -243,16 +243,12 @@ def read_failures(folder: Path) -> list[Failure]:
 
 
 def clear_failures(folder: Path, ranks: Iterable[int] | None = None, num_ranks: int | None = None) -> None:
-    """Remove the records of an earlier attempt, and what a worker that was killed while it wrote has left.
-
-    Args:
-        ranks: of these ranks only: other hosts may share the folder.
-        num_ranks: of the attempt that begins; those of the ranks that it has no more go, too.
+    """Remove the records of an earlier attempt, and what a worker that was killed while it wrote has left: of these
+    ranks only, since other hosts may share the folder, and of those that an attempt of `num_ranks` lacks.
     """
     _remove(folder, ranks, "failure-{}.json", *UNFINISHED)
-    if ranks is not None and num_ranks is not None:
-        gone = {rank for path in folder.glob("failure-*") if (rank := _rank_of(path)) >= num_ranks}
-        _remove(folder, gone, "failure-{}.json", *UNFINISHED)
+    if num_ranks is not None:
+        _remove(folder, [one.rank for one in read_failures(folder) if one.rank >= num_ranks], "failure-{}.json")
 
 
 def refuses_threads(text: str) -> bool:
@@ -264,12 +260,6 @@ def refuses_threads(text: str) -> bool:
 def clear_unfinished(folder: Path, ranks: Iterable[int] | None = None) -> None:
     """Remove what workers that have ended were in the middle of writing, of these ranks only or of all."""
     _remove(folder, ranks, *UNFINISHED)
-
-
-def _rank_of(path: Path) -> int:
-    """The rank in a record's name; -1 where there is none."""
-    match = re.match(r"failure-(\d{1,9})\.", path.name)
-    return int(match[1]) if match else -1
 
 
 UNFINISHED = ("failure-{}.*.tmp", "rank-{}.collectives.*.tmp")

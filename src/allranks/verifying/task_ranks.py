@@ -64,8 +64,7 @@ class Errand:
         recorded: what one device has chosen, to be chosen again; None: everything chooses by itself.
         evaluate: whether to measure the validation samples in the end.
         keep: repeats that are kept of each row of equal blocks; None: all.
-        forwards: of a step on each rank.
-        stateful: whether a forward moves state of its own, so that one device has to make as many.
+        forwards: of a step on each rank; stateful: whether one moves state of its own, and one device makes as many.
     """
 
     request: TrainRequest
