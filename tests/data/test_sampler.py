@@ -176,6 +176,33 @@ def test_what_the_loop_consumed_counts_where_workers_ask_ahead() -> None:
     assert sorted([*consumed, *sampler]) == list(range(11))
 
 
+def test_a_loop_stopped_in_its_last_batches_resumes_there_where_workers_have_asked_for_all() -> None:
+    sampler = Sampler(range(11))
+    list(sampler)
+    sampler.load_state_dict({"epoch": 1, "position": 3})
+    loader: DataLoader[int] = DataLoader(Numbers(), batch_size=2, sampler=sampler, num_workers=2)
+    consumed = next(iter(loader)).tolist()  # two workers ask for four batches ahead: there are no more
+    assert sampler.state_dict() == {"epoch": 2, "position": 0}
+    state = sampler.state_dict(consumed=2)
+    assert state == {"epoch": 1, "position": 5}
+    again, whole = Sampler(range(11)), Sampler(range(11))
+    again.load_state_dict(state)
+    whole.set_epoch(1)
+    assert [*consumed, *again] == list(whole)[3:]
+    assert list(again) == list(whole)  # nothing of the next epoch is skipped
+    assert sampler.state_dict(consumed=8) == {"epoch": 2, "position": 0}
+
+
+def test_what_was_consumed_of_an_ended_pass_does_not_count_for_the_next_one() -> None:
+    sampler = Sampler(range(11))
+    list(sampler)
+    sampler.set_epoch(1)
+    assert sampler.state_dict(consumed=0) == {"epoch": 1, "position": 0}
+    list(sampler)
+    next(iter(sampler))
+    assert sampler.state_dict(consumed=3) == {"epoch": 2, "position": 3}
+
+
 def test_num_replicas_and_rank_come_from_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 5)

@@ -61,6 +61,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._start = 0  # samples of that epoch that all processes together had seen before the pass
         self._yielded = 0  # by this process in the pass
         self._running = False
+        self._over: tuple[int, int] | None = None  # epoch and start of the pass that ended last, until another begins
 
     def __len__(self) -> int:
         """Samples of this process in a whole epoch."""
@@ -70,23 +71,27 @@ class Sampler(torch.utils.data.Sampler[int]):
         """This process's indices: the rest of a resumed epoch, else a whole one; given up and begun again: the next."""
         if self._running:
             self.set_epoch(self._epoch + 1)
-        self._running = True
+        self._running, self._over = True, None
         return self._indices(self._epoch, self._start)
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is the whole of `epoch`; after `load_state_dict` the same epoch goes on where it stood."""
+        self._over = None
         if epoch != self._epoch or self._running:
             self._move(epoch, 0)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int]:
         """`{"epoch", "position"}`, position counting the samples of the epoch that all processes have seen.
 
-        `consumed`: samples that this process's loop has taken in this pass. Give it where the DataLoader has workers,
-        which ask for samples ahead of the loop; without it what was yielded counts. Save after steps in which every
-        process took equally many.
+        `consumed`: samples that this process's loop has taken in this pass, which is the one that began last, until
+        another begins or `set_epoch` chooses one. Give it where the DataLoader has workers, which ask for samples ahead
+        of the loop, in its last batches for all that are left; without it what was yielded counts. Save after steps in
+        which every process took equally many.
         """
-        taken = self._yielded if consumed is None else consumed
-        return self._state(self._epoch, self._start + taken * self.num_replicas)
+        if consumed is None:
+            return self._state(self._epoch, self._start + self._yielded * self.num_replicas)
+        epoch, start = self._over or (self._epoch, self._start)
+        return self._state(epoch, start + consumed * self.num_replicas)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass is what the saved epoch had left. Raises CheckpointError for what is no such state."""
@@ -98,7 +103,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._move(*self._state(epoch, position).values())
 
     def _move(self, epoch: int, start: int) -> None:
-        self._epoch, self._start, self._yielded, self._running = epoch, start, 0, False
+        self._epoch, self._start, self._yielded, self._running, self._over = epoch, start, 0, False, None
 
     def _state(self, epoch: int, position: int) -> dict[str, int]:
         """The place in the order, the end of an epoch being the beginning of the next."""
@@ -122,3 +127,4 @@ class Sampler(torch.utils.data.Sampler[int]):
                 yield index
         if self._epoch == epoch:
             self._move(epoch + 1, 0)
+            self._over = (epoch, start)
