@@ -143,6 +143,35 @@ def test_random_datasets_give_every_rank_and_a_resumed_run_the_same() -> None:
     assert [item[0] for _, _, item in whole[:10]] != [item[0] for _, _, item in whole[10:]]
 
 
+class Files(torch.utils.data.IterableDataset[int]):
+    """Shuffles what all ranks have in common, and takes every second of it: in `__iter__`, or in its generator."""
+
+    order = "sharded"
+
+    def __init__(self, rank: int, lazily: bool) -> None:
+        self.rank, self.lazily = rank, lazily
+
+    def __iter__(self) -> Iterator[int]:
+        return self._shuffled() if self.lazily else iter(list(self._shuffled()))
+
+    def _shuffled(self) -> Iterator[int]:
+        files = list(range(16))
+        random.shuffle(files)
+        yield from files[self.rank :: 2]
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_what_a_sharded_dataset_shuffles_at_its_beginning_is_alike_on_all_ranks(lazily: bool) -> None:
+    halves = []
+    for rank in range(2):
+        random.seed(rank)
+        steps: Read = list(islice(read(Files(rank, lazily), Cut(4, 2), rank, draws=True, epochs=2), 8))
+        halves.append([item for _, _, item in fed(steps)])
+    epochs = [halves[0][:8] + halves[1][:8], halves[0][8:] + halves[1][8:]]
+    assert [sorted(epoch) for epoch in epochs] == [[*range(16)]] * 2
+    assert epochs[0] != epochs[1]
+
+
 def test_without_draws_no_generator_is_touched() -> None:
     random.seed(5)
     expected = random.random()

@@ -36,7 +36,9 @@ class Pass:
     """One sample after another out of an iterable dataset, over `epochs` passes end to end (None: no end).
 
     `draw_seed`: seeds the generators before each item from (draw_seed, epoch, position), so that a dataset that
-    shuffles or augments gives every rank, and a resumed run, the same samples; None: the dataset draws nothing.
+    shuffles or augments gives every rank, and a resumed run, the same samples; a pass begins, up to its first item,
+    under (draw_seed, epoch, 0) wherever it lies, because ranks that read a shard each have to shuffle what they share
+    out alike. None: the dataset draws nothing.
     `length`: samples of every pass where it is known; another number of them raises DataError, because positions are
     counted with it.
     """
@@ -50,8 +52,9 @@ class Pass:
         """The next sample, whose global position is `position`; `_END` after the last epoch."""
         while self.epochs is None or self.epoch < self.epochs:
             if self._iterator is None:
-                self._iterator = self._begin(position)
-            self._seed(position)
+                self._iterator = self._begin()
+            # What a generator does before its first item happens here.
+            self._seed(0 if self.number < 0 else position)
             try:
                 item = next(self._iterator)
             except StopIteration:
@@ -76,11 +79,11 @@ class Pass:
         self.epoch = position // self.length if self.length else 0
         self.skip(range(self.epoch * (self.length or 0), position))
 
-    def _begin(self, position: int) -> Iterator[Any]:
+    def _begin(self) -> Iterator[Any]:
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(self.epoch)
-        self._seed(position)
+        self._seed(0)
         return iter(self.dataset)
 
     def _end_epoch(self) -> None:
