@@ -15,6 +15,7 @@ from allranks.failure import INTERRUPTED, PREEMPTED, AgreedStop
 from allranks.observing.recorder import StepRecord, Value
 from allranks.recorded import Noting, note_error
 from allranks.training.own.banner import introduce
+from allranks.training.own.first_batch import first_batch
 from allranks.training.own.ground import Ground
 from allranks.training.own.run import Logbook, check_numbers
 from allranks.training.own.second_place import find_where_to_go_on
@@ -191,7 +192,7 @@ class OwnLoop:
         self._ground.stopwatch.mark("other")
         try:
             with self._make_loader() as loader:
-                started, batch = time.perf_counter(), next(loader, None)
+                started, batch = time.perf_counter(), first_batch(loader, self.order, self._ground.processes)
                 while batch is not None:
                     coming = next(loader, None) if self._sharded else None
                     more = 1 if not self._sharded else 0 if coming is None else coming.local_size
@@ -223,8 +224,7 @@ class OwnLoop:
             self._obey(*self._stop_requested())
 
     def _is_over(self, lag: int) -> bool:
-        agreed = self._step.agreed(lag)
-        if agreed is None:
+        if (agreed := self._step.agreed(lag)) is None:
             return False
         self._obey(agreed.interrupt, agreed.terminate)
         return self.exit_code != 0 or agreed.next_samples == 0
