@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from allranks.data.random_keys import item_key, seed_all
-from allranks.data.second_pass import are_alike, begin_pass, check_second_pass
+from allranks.data.second_pass import are_alike, begin_pass, check_begins_anew, check_second_pass
 from allranks.errors import DataError
 
 
@@ -80,6 +80,17 @@ def test_what_can_be_read_once_is_refused(dataset: Callable[[], Any], reason: st
         look(made)
     assert "\n" not in str(caught.value)
     caught.match(reason.replace(" .* ", " cannot be read from its beginning again: "))
+
+
+@pytest.mark.parametrize("make", [lambda: iter(range(64)), lambda: iter(range(1))])
+def test_what_nobody_has_read_yet_is_refused_too(make: Callable[[], Any]) -> None:
+    with pytest.raises(DataError, match="Inner cannot be read from its beginning again"):
+        check_begins_anew(Inner(constant(make())), 3)
+
+
+@pytest.mark.parametrize("dataset", [[1, 2], [], Inner(lambda: range(3)), Inner(lambda: ()), Source(lambda: range(1))])
+def test_what_nobody_has_read_yet_begins_anew_or_has_nothing(dataset: Any) -> None:
+    check_begins_anew(dataset, 3)
 
 
 def test_a_second_pass_that_goes_on_where_the_first_was_left_is_refused() -> None:

@@ -260,6 +260,15 @@ def test_a_task_with_a_step_is_not_examined() -> None:
     assert not any(what.startswith(("forward", "targets", "the loss")) for what in said(Gan()))
 
 
+def test_the_data_of_a_task_with_a_step_begins_anew_too() -> None:
+    class FromALine(Gan):
+        def dataset(self, split: str) -> Any:
+            return Lines(iter(points(40, seed=1))) if split == "train" else None
+
+    with pytest.raises(DataError, match="Lines cannot be read from its beginning again"):
+        said(FromALine())
+
+
 class Noted(torch.utils.data.Dataset[Any]):
     """Notes which samples were loaded, and what a random number was then."""
 

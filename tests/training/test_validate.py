@@ -68,17 +68,32 @@ UNFIT = """
 from tests.training.runs import start
 from tests.training.tasks import Counted, Curve
 
+class Once(Counted):
+    def __init__(self):
+        super().__init__("global", 13)
+        self.rest = super().__iter__()
+
+    def __iter__(self):
+        yield from self.rest
+
 class Unfit(Curve):
     what: str = "empty"
 
     def dataset(self, split):
         if split == "train":
             return super().dataset(split)
-        return [] if self.what == "empty" else Counted("sharded", 13)
+        return {"empty": list, "sharded": lambda: Counted("sharded", 13), "once": Once}[self.what]()
 """
 
 
-@pytest.mark.parametrize(("what", "said"), [("empty", "list is empty"), ("sharded", 'declares order="sharded"')])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("empty", "list is empty"),
+        ("sharded", 'declares order="sharded"'),
+        ("once", "Once cannot be read from its beginning again"),
+    ],
+)
 def test_a_split_that_cannot_be_measured_is_told_before_the_first_step(tmp_path: Path, what: str, said: str) -> None:
     (tmp_path / "unfit.py").write_text(UNFIT)
     task, settings = f"{tmp_path / 'unfit.py'}:Unfit", ("train.steps=3", f"task.what={what}")

@@ -1,4 +1,4 @@
-"""Whether an iterable dataset begins anew: one that can be read only once would lose the samples of the first look."""
+"""Whether an iterable dataset begins anew: of one that can be read only once, what one look has read no other sees."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -45,6 +45,18 @@ def check_second_pass(dataset: Any, seed: int, begun: Iterator[Any], first: Any)
         raise _refused(dataset, "a second pass over it, under the same seeds, begins with another item")
 
 
+def check_begins_anew(dataset: Any, seed: int) -> None:
+    """The same for a dataset of which nothing was read yet; map-style ones begin anew, and one without a sample is left
+    to whoever reads it. Raises DataError.
+    """
+    if declared_order(dataset) == "map":
+        return
+    begun = begin_pass(dataset, seed)
+    seed_all(item_key(seed, 0, 0))
+    for first in islice(begun, 1):
+        check_second_pass(dataset, seed, begun, first)
+
+
 def are_alike(one: Any, other: Any) -> bool:
     """Whether two items hold the same tensors, arrays, numbers and strings; leaves of other types count as alike."""
     ones, others = pytree.tree_leaves(one), pytree.tree_leaves(other)
@@ -76,7 +88,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refused(dataset: Any, reason: str) -> DataError:
     return DataError(
-        f"{type(dataset).__name__} cannot be read from its beginning again: {reason}; its first samples are looked at "
-        "before training, which would miss them: return an object whose __iter__ begins anew, such as a class that "
-        "opens its source in __iter__"
+        f"{type(dataset).__name__} cannot be read from its beginning again: {reason}; what is looked at before "
+        "training, a resume and every evaluation begin there: return an object whose __iter__ begins anew, such as a "
+        "class that opens its source in __iter__"
     )

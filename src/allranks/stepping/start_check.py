@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.data.random_keys import item_key, seed_all
-from allranks.data.second_pass import begin_pass, check_second_pass
+from allranks.data.second_pass import begin_pass, check_begins_anew, check_second_pass
 from allranks.data.stream import declared_order
 from allranks.errors import AllranksError, DataError, LayoutError, MemoryShortError, TaskError
 from allranks.failure import is_out_of_memory
@@ -96,6 +96,7 @@ def check_at_start(
     """
     check_step(task, spread)
     if has_step(task):
+        check_begins_anew(dataset, seed)
         unknown = pass_uncompared(spread, f"{type(task).__name__} has a step() of its own")
         said = (unknown,) if spread.mesh.layout.cuts_model else ()
         return Meeting(task.coupled, task.coupled, Forward(task, spread, lambda batch: (batch,)), None, said)

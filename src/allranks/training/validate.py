@@ -6,6 +6,8 @@ from typing import TypeVar
 
 from allranks.data.evaluation import evaluation_batches
 from allranks.data.micro_step import MicroStep
+from allranks.data.random_keys import evaluation_seed
+from allranks.data.second_pass import check_begins_anew
 from allranks.data.stream import draws
 from allranks.errors import DataError
 from allranks.stepping.evaluate import evaluate
@@ -53,11 +55,12 @@ def check_validation(session: Session) -> None:
     else be told after the last one.
 
     Raises:
-        DataError: it is empty, or shards itself.
+        DataError: it is empty, shards itself, or can be read only once.
     """
     if session.validation is not None and session.config.evaluate.every != 0:
         try:
             _batches(session)
+            check_begins_anew(session.validation, evaluation_seed(session.config.train.seed))
         except DataError as error:
             raise DataError(f'dataset("validation"): {error}') from None
 

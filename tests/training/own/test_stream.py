@@ -1,12 +1,15 @@
 """The stream of an own loop: lengths, cuts and what is refused before anything runs."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.utils.data
 
 import allranks
 from allranks.errors import ConfigError, DataError, LayoutError
-from tests.training.own.cases import Samples
+from tests.training.own.cases import Net, Samples, count, loss_of, sgd
 
 
 @pytest.mark.parametrize(
@@ -41,6 +44,47 @@ def test_what_is_refused_at_once(arguments: dict[str, Any], error: type[Exceptio
         with pytest.raises(error, match=text):
             world.stream(Samples(), **arguments)
         world.stream(Samples(), global_batch=10)  # a refused one is none
+
+
+class Source(torch.utils.data.IterableDataset[Any]):
+    """16 samples, out of one generator for all passes where it is `once`."""
+
+    order = "global"
+
+    def __init__(self, once: bool) -> None:
+        self.rest = self.read() if once else None
+
+    def read(self) -> Iterator[Any]:
+        samples = Samples()
+        return (samples[number] for number in range(16))
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.read() if self.rest is None else self.rest
+
+
+def test_a_loop_that_is_left_loses_nothing_of_its_data(tmp_path: Path) -> None:
+    """Another `for` reads again up to where it stands: what can be read once is refused by the first one."""
+
+    def fed(world: Any, source: Source) -> list[int]:
+        model = world.parallelize(Net())
+        optimizer = world.optimizer(model, sgd)
+        stream, seen = world.stream(source, global_batch=4), list[int]()
+        for _ in range(2):
+            for batch in stream:
+                seen += batch["index"].tolist()
+                world.backward(loss_of(model, batch), targets=count(batch))
+                world.step(optimizer)
+                if stream.step == 2:
+                    break
+        return seen
+
+    with allranks.join(precision="float64", run=str(tmp_path / "anew")) as world:
+        assert fed(world, Source(once=False)) == list(range(16))
+    with (
+        allranks.join(precision="float64", run=str(tmp_path / "once")) as world,
+        pytest.raises(DataError, match="Source cannot be read"),
+    ):
+        fed(world, Source(once=True))
 
 
 def test_more_ranks_than_samples_in_a_step(pool: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any, final
 
 from allranks.data.cut import cut_step
 from allranks.data.loader import Loader
+from allranks.data.second_pass import check_begins_anew
 from allranks.data.stream import DataStream, draws
 from allranks.errors import ConfigError
 from allranks.training.own.ground import Ground
@@ -18,13 +19,18 @@ class Stream:
     """This rank's micro-batches, on its device, in the order of law 2; one `for` goes through all of them.
 
     Before each one, the generators are seeded from where it stands (law 6), and the model knows whether its backward is
-    the step's last. A `for` that is left by `break` may be followed by another, which goes on with the next step.
+    the step's last. A `for` that is left by `break` may be followed by another, which goes on with the next step. The
+    first one raises DataError for an iterable dataset that does not begin anew, which each of them reads.
     """
 
     def __init__(self, loop: OwnLoop) -> None:
         self._loop = loop
+        self._begins_anew = False  # whether the data has been seen to
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._begins_anew:
+            check_begins_anew(self._loop.order.dataset, self._loop.order.seed)
+            self._begins_anew = True
         return self._loop.batches()
 
     def __repr__(self) -> str:
