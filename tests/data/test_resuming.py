@@ -65,6 +65,21 @@ def test_another_length_is_refused_with_both_numbers_and_the_next_move() -> None
     assert "bring the old data back, or start a new run" in line and "allranks.load" in line
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_the_other_order_is_refused(before: bool) -> None:
+    kept = circumstances(DataStream(range(20), cut=Cut(4), shuffle=before))
+    with pytest.raises(CheckpointError) as caught:
+        compare_circumstances(kept, 8, DataStream(range(20), cut=Cut(4), shuffle=not before))
+    line = str(caught.value)
+    assert line.startswith(f"shuffle={not before}, but the checkpoint was written with shuffle={before}")
+    assert f"give world.stream(shuffle={before}), or start a new run" in line and "\n" not in line
+
+
+def test_what_has_an_order_of_its_own_is_never_shuffled() -> None:
+    kept = circumstances(DataStream(Endless(), cut=Cut(4), shuffle=True))
+    assert compare_circumstances(kept, 8, DataStream(Endless(), cut=Cut(4), shuffle=False)) == ()
+
+
 @pytest.mark.parametrize("kept", [{}, {"num_samples": None}, {"num_samples": 20, "num_ranks": 3, "global_batch": 5}])
 def test_the_same_length_or_an_unknown_one_goes_on(kept: dict[str, Any]) -> None:
     """In a fixed order the ranks and the batch may change."""

@@ -56,6 +56,7 @@ WRONG: list[tuple[str, Any]] = [
     ("stream/more", 1),
     *((f"dataset/{key}", value) for key in ("num_samples", "num_ranks", "left_out") for value in NO_COUNTS),
     ("dataset/global_batch", 0),
+    ("dataset/shuffle", 1),
     ("optimizer/optimizer.step.0.weight", 3),  # there is a tensor of that name
     ("optimizer/optimizer.count.0.weight", "x"),
     *((f"optimizer/optimizer.group.0.{key}", value) for key, value in (("params", []), ("lr", 1.0), ("eps", "x"))),

@@ -11,18 +11,21 @@ WHILE_RANKS_STAY: Final = "as long as the number of data-parallel ranks and trai
 
 
 def circumstances(stream: DataStream) -> dict[str, int | None]:
-    """What the meaning of `stream.position` may depend on; `num_samples` is None where nobody knows it."""
+    """What the meaning of `stream.position` may depend on; `num_samples` is None where nobody knows it, `shuffle` where
+    the dataset has an order of its own.
+    """
     cut = stream.cut
     sizes = {"num_samples": stream.num_samples, "num_ranks": cut.num_ranks, "global_batch": cut.global_batch}
-    return sizes | {"left_out": stream.left_out.before(stream.position)}
+    shuffle = stream.shuffle if stream.order == "map" else None
+    return sizes | {"shuffle": shuffle, "left_out": stream.left_out.before(stream.position)}
 
 
 def compare_circumstances(kept: Mapping[str, Any], position: int, stream: DataStream) -> tuple[Decision, ...]:
     """What it changes that `position` was reached under `kept`, and goes on under the stream's; a key may be missing.
 
     Raises:
-        CheckpointError: the dataset has another length, on which the order of samples depends; or other positions
-            before this one are left out.
+        CheckpointError: the dataset has another length, on which the order of samples depends; it is shuffled now and
+            was not before, or the other way round; or other positions before this one are left out.
     """
     before, now = kept.get("num_samples"), stream.num_samples
     if None not in (before, now) and before != now:
@@ -30,6 +33,12 @@ def compare_circumstances(kept: Mapping[str, Any], position: int, stream: DataSt
             f"{type(stream.dataset).__name__} has {now} samples, but had {before} when the checkpoint was written, and "
             "the order of samples depends on it: bring the old data back, or start a new run "
             "(Task.model() may begin from these weights with allranks.load)"
+        )
+    shuffle = kept.get("shuffle")
+    if shuffle is not None and stream.order == "map" and shuffle != stream.shuffle:
+        raise CheckpointError(
+            f"shuffle={stream.shuffle}, but the checkpoint was written with shuffle={shuffle}, and the samples before "
+            f"position {position} are those of that order: give world.stream(shuffle={shuffle}), or start a new run"
         )
     left_out = kept.get("left_out") or 0
     if stream.left_out.before(position) != left_out:

@@ -32,6 +32,7 @@ class _Dataset(_Part):
     num_samples: Count | None = None
     num_ranks: Annotated[int, Field(ge=1)] | None = None
     global_batch: Annotated[int, Field(ge=1)] | None = None
+    shuffle: bool | None = None
     left_out: Count | None = None
 
 
