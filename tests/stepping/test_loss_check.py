@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from allranks.errors import TaskError
 from allranks.stepping import kept_state
-from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss
+from allranks.stepping.loss_check import NUM_SAMPLES, examine_loss
+from allranks.stepping.loss_nature import LossNature
 from allranks.task import Task, resolve_inputs, resolve_targets
 
 Loss = Callable[[Any, Any], Any]
@@ -283,7 +284,41 @@ def test_noise_in_evaluation_mode_makes_a_sum_no_coupling() -> None:
         return output.square().sum() + 5.0 * len(output)
 
     assert examine(summed, Noisy(0.1)).kind == "sum"
-    assert "draws random numbers in evaluation mode" in examine(summed, Noisy(9.0)).because
+    assert "add up to the whole in training mode, where what is drawn is fixed (" in examine(summed, Noisy(9.0)).because
+
+
+class Denoising(nn.Module):
+    """Draws a time and noise for each sample in both modes, and guesses the noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        time, noise = torch.rand(len(value), 1), torch.randn_like(value)
+        return self.linear(torch.cat([(1 - time) * value + time * noise, time], 1)), noise
+
+
+def squared(output: Any, reduction: str, power: float = 1.0) -> torch.Tensor:
+    guess, noise = output
+    return functional.mse_loss(guess, noise, reduction=reduction) ** power
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_a_model_that_draws_in_its_forward_is_judged_in_training_mode(seed: int) -> None:
+    def seeded(reduction: str, power: float = 1.0) -> LossNature:
+        drawn = iter(range(seed, 100))
+
+        def loss(output: Any, batch: Any) -> torch.Tensor:
+            torch.manual_seed(next(drawn))
+            return squared(output, reduction, power)
+
+        return examine(loss, Denoising())
+
+    with pytest.raises(TaskError, match=r"Given\.loss returns a mean over \w+ \(.* for 3 samples\): return the SUM"):
+        seeded("mean")
+    assert seeded("sum").kind == "sum"
+    assert seeded("sum", power=2.0).kind == "coupled"
 
 
 def test_a_model_that_cannot_take_the_parts_is_told() -> None:

@@ -5,15 +5,16 @@ show the difference: the run would merely learn badly. So a mean is refused here
 mean over, and a loss that couples the samples of a batch is reported, because such a batch cannot be cut freely.
 
 That is asked in evaluation mode, where little blurs the answer, and then once more in training mode, since a model may
-couple its samples there alone. Only a coupling is looked for then: what torch draws is fixed (fixed_draws.py), and no
-BatchNorm looks at its batch. Where numbers are drawn all the same, nothing can be told, and that is said.
+couple its samples there alone. What torch draws is fixed then (fixed_draws.py), and no BatchNorm looks at its batch, so
+that a model is judged there that draws random numbers in evaluation mode. Where numbers are drawn all the same, nothing
+can be told, and that is said.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from allranks.parallel.outputs import in_float32
 from allranks.stepping.fixed_draws import FixedDraws
 from allranks.stepping.forward_only import REFUSED
 from allranks.stepping.kept_state import KeptState, undisturbed
+from allranks.stepping.loss_nature import SUM_ADVICE, LossNature, Part, judge, judge_training, without_training
 from allranks.stepping.training_mode import as_in_training
 from allranks.task import Task
 from allranks.task_loading import describe
@@ -34,28 +36,6 @@ NUM_SAMPLES = 5  # cut into 2 and 3: unequal, and no part of one sample, which s
 FEWEST = 3  # cut into 1 and 2
 
 MOVED = " changes there and is too large to be put back: the run begins with it as these samples have left it"
-SUM_ADVICE = "return the SUM over targets, e.g. reduction='sum' (allranks divides once, by the global number)"
-
-
-@dataclass(frozen=True, slots=True)
-class LossNature:
-    """What the loss of a Task was found to be: "sum" (a batch may be cut anywhere) or "coupled" (it may not).
-
-    "elsewhere": the last stage of the pipeline has found it, and this rank does not run that. `gathers`: it asks for
-    the rows of the other ranks.
-    """
-
-    kind: Literal["sum", "coupled", "elsewhere"]
-    because: str
-    gathers: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The loss of some samples, and the sizes by which a mean may have been weighted."""
-
-    loss: float
-    sizes: dict[str, float]
 
 
 def num_examined(micro_batch: int) -> int:
@@ -101,7 +81,7 @@ def examine_loss(
     samples = [samples[index % len(samples)] for index in range(max(FEWEST, len(samples)))]
     cut = (len(samples) - 1) // 2
 
-    def run(some: Sequence[Any], *, finite: bool = True) -> _Part | None:
+    def run(some: Sequence[Any], *, finite: bool = True) -> Part | None:
         batch = place(task.collate(list(some)))
         output = _call(module, inputs(batch), autocast) if call is None else call(batch)
         if output is None and call is not None:
@@ -110,7 +90,7 @@ def examine_loss(
         sizes = {"targets": float(targets(batch)), "samples": float(len(some))}
         if isinstance(output, torch.Tensor):
             sizes["elements of the output"] = float(output.numel())
-        return _Part(_checked(task, module, task.loss(output, batch), sizes, finite=finite), sizes)
+        return Part(_checked(task, module, task.loss(output, batch), sizes, finite=finite), sizes)
 
     batches, relative = (samples, samples[:cut], samples[cut:]), _relative_tolerance(module, compute)
     with undisturbed(module):
@@ -120,7 +100,7 @@ def examine_loss(
     if not task.coupled:
         with generators_kept(module), rows_of(Alone()):
             state = KeptState(module, task)
-            nature = _examine_in_training(nature, module, state, run, batches, relative, collective=collective)
+            nature = _examine_in_training(task, nature, module, state, run, batches, relative, collective=collective)
         moved = moved | state.moved
     return replace(nature, because=f"{nature.because}; {', '.join(sorted(moved))}{MOVED}") if moved else nature
 
@@ -128,14 +108,14 @@ def examine_loss(
 def _examine_in_evaluation(
     task: Task,
     state: KeptState,
-    run: Callable[..., _Part | None],
+    run: Callable[..., Part | None],
     batches: Sequence[Sequence[Any]],
     relative: float,
 ) -> LossNature:
     """What the samples say, twice, and their two parts: `batches`."""
     samples, *parts = batches
 
-    def run_kept(some: Sequence[Any]) -> _Part | None:
+    def run_kept(some: Sequence[Any]) -> Part | None:
         with state.kept():
             return run(some)
 
@@ -146,21 +126,22 @@ def _examine_in_evaluation(
             says = LossNature("coupled", f"{type(task).__name__} says so (coupled = True)", alone.asked)
             return LossNature("elsewhere", "") if whole is None else says
         found = [_run_part(task, run_kept, part, len(samples)) for part in parts]
-    return _judge(task, [part for part in (whole, again, *found) if part is not None], relative)
+    return judge(task, [part for part in (whole, again, *found) if part is not None], relative)
 
 
 def _examine_in_training(
+    task: Task,
     nature: LossNature,
     module: nn.Module,
     state: KeptState,
-    run: Callable[..., _Part | None],
+    run: Callable[..., Part | None],
     batches: Sequence[Sequence[Any]],
     relative: float,
     *,
     collective: bool,
 ) -> LossNature:
     """`nature`, or what is found in training mode of `batches`: the samples, and their two parts."""
-    found: list[_Part] = []
+    found: list[Part] = []
     lengths: list[set[int]] = []
     # Once more under a second key, and with other choices from tables: it shows whether the loss changes with those.
     for some, key in (*((batch, 0) for batch in batches), (batches[0], 1)):
@@ -174,10 +155,10 @@ def _examine_in_training(
         except Exception as error:
             if collective or REFUSED in str(error):
                 raise
-            return _without_training(nature, f"it fails there ({type(error).__name__})")
+            return without_training(nature, f"it fails there ({type(error).__name__})")
         lengths.append(draws.lengths)
         found += [] if part is None else [part]
-    return _judge_training(nature, found, relative, chooses=bool(set.intersection(*lengths)))
+    return judge_training(task, nature, found, relative, chooses=bool(set.intersection(*lengths)))
 
 
 def _call(module: nn.Module, arguments: Any, autocast: Callable[[], AbstractContextManager[object]]) -> Any:
@@ -185,87 +166,9 @@ def _call(module: nn.Module, arguments: Any, autocast: Callable[[], AbstractCont
         return module(**arguments) if isinstance(arguments, dict) else module(*arguments)
 
 
-def _judge(task: Task, found: Sequence[_Part], relative: float) -> LossNature:
-    """`found`: a batch twice and its two parts; nothing on a rank that has no output."""
-    if not found:
-        return LossNature("elsewhere", "")
-    whole, again, *parts = found
-    first, second = parts
-    noise = abs(whole.loss - again.loss)
-    numbers = _numbers((whole, first, second))
-    tolerance = relative * (abs(whole.loss) + abs(first.loss) + abs(second.loss)) + 8 * noise
-    is_sum = abs(whole.loss - (first.loss + second.loss)) <= tolerance
-    mean_over = [size for size in whole.sizes if abs(whole.loss - _mean(parts, size)) <= tolerance]
-    if is_sum and mean_over:
-        why = "the model draws random numbers in evaluation mode" if noise else "some of these samples add nothing"
-        return LossNature("sum", f"it could not be told from a mean, as {why} ({numbers})")
-    if is_sum:
-        return LossNature("sum", f"the parts of a batch add up to the whole ({numbers})")
-    if mean_over:
-        raise TaskError(f"{type(task).__name__}.loss returns a mean over {mean_over[0]} ({numbers}): {SUM_ADVICE}")
-    if _lies_between(whole, parts, tolerance):
-        what = f"{type(task).__name__}.loss returns a mean, as the whole lies between its parts ({numbers})"
-        raise TaskError(f"{what}: {SUM_ADVICE}; if it is no mean, set coupled = True")
-    return LossNature("coupled", _describe_coupling((whole, first, second)))
-
-
-def _judge_training(nature: LossNature, found: Sequence[_Part], relative: float, *, chooses: bool) -> LossNature:
-    """Of a batch, its parts, and the batch with other draws; nothing is found on a rank that has no output.
-
-    `chooses`: from a table that is as long for a part as for the batch. Of such a table a batch takes other places than
-    its parts, so that these prove nothing where the loss depends on which.
-    """
-    if nature.kind != "sum" or not found:
-        return nature
-    whole, first, second, again = (part.loss for part in found)
-    if not all(map(math.isfinite, (whole, again, first, second))):
-        return _without_training(nature, "the loss of so few samples is not finite there")
-    noise = abs(whole - again)
-    drawn = noise > relative * (abs(whole) + abs(again))
-    tolerance = relative * (abs(whole) + abs(first) + abs(second)) + (0.0 if drawn else 8 * noise)
-    adds_up = abs(whole - (first + second)) <= tolerance
-    if drawn and not chooses:
-        return _without_training(nature, "random numbers are drawn there by other means than torch's functions")
-    if adds_up:
-        return nature
-    if drawn:
-        return _without_training(nature, "the loss depends on what is chosen there, by a permutation or by weights")
-    return LossNature("coupled", f"in training mode {_describe_coupling(found[:3])}")
-
-
-def _without_training(nature: LossNature, why: str) -> LossNature:
-    if nature.kind != "sum":
-        return nature
-    return replace(nature, because=f"{nature.because}; of training mode it is not known, as {why}")
-
-
-def _numbers(found: Sequence[_Part]) -> str:
-    return ", ".join(f"{part.loss:.6g} for {part.sizes['samples']:.0f} samples" for part in found)
-
-
-def _describe_coupling(found: Sequence[_Part]) -> str:
-    cause = "its samples are coupled, or something is added to every batch, such as a penalty on the weights"
-    return f"the parts of a batch do not add up to the whole ({_numbers(found)}): {cause}"
-
-
-def _lies_between(whole: _Part, parts: Sequence[_Part], tolerance: float) -> bool:
-    """Whether it is a mean by weights that are not known here, such as the labels left after a shift.
-
-    A sum of losses of one sign lies beyond both of its parts, coupled or not, and the largest loss is one of them.
-    """
-    low, high = sorted(part.loss for part in parts)
-    return low * high > 0 and low + tolerance < whole.loss < high - tolerance
-
-
-def _mean(parts: Sequence[_Part], size: str) -> float:
-    total = sum(part.sizes.get(size, 0.0) for part in parts)
-    # a part without targets has no mean (0/0), and no say in the mean of the whole
-    return sum(part.loss * part.sizes[size] for part in parts if part.sizes.get(size)) / total if total else math.inf
-
-
 def _run_part(
-    task: Task, run: Callable[[Sequence[Any]], _Part | None], part: Sequence[Any], num_whole: int
-) -> _Part | None:
+    task: Task, run: Callable[[Sequence[Any]], Part | None], part: Sequence[Any], num_whole: int
+) -> Part | None:
     try:
         return run(part)
     except TaskError:

@@ -28,7 +28,8 @@ from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.evaluate import measure
 from allranks.stepping.flops import count_flops
 from allranks.stepping.forward_only import forward_only
-from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss, num_examined
+from allranks.stepping.loss_check import NUM_SAMPLES, examine_loss, num_examined
+from allranks.stepping.loss_nature import LossNature
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss
