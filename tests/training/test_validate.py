@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from allranks.errors import DataError
+from allranks.errors import DataError, MemoryShortError
 from allranks.run import Run
 from allranks.training.validate import validate
 from tests.distributed.pool import Pools
@@ -62,6 +62,53 @@ def test_nothing_is_measured_where_there_is_nothing() -> None:
 def test_statistics_and_counters_stay_as_they_were(tmp_path: Path) -> None:
     found, unchanged = validated(Normed(), "single", *SMALL)
     assert unchanged and set(found) == {"loss", "accuracy"}
+
+
+class Narrow(Curve):
+    """Notes how many samples each forward of its loss has; above `fits` of them there is no memory."""
+
+    fits: int = 99
+    normed: bool = False
+
+    def model(self) -> Any:
+        return (
+            nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, track_running_stats=False))
+            if self.normed
+            else super().model()
+        )
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        vars(self).setdefault("sizes", []).append(len(output))
+        if len(output) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().loss(output, batch)
+
+
+@pytest.mark.parametrize(
+    ("normed", "cut", "sizes"),
+    [
+        (False, "train.micro_steps=4", [2, 2, 2, 2, 2, 2, 1]),
+        (False, "train.micro_batch=3", [3, 3, 2, 3, 2]),
+        (False, "train.micro_steps=1", [8, 5]),
+        (True, "train.micro_steps=4", [8, 5]),  # its statistics are those of the samples of a forward
+    ],
+)
+def test_a_forward_has_no_more_samples_than_in_training(normed: bool, cut: str, sizes: list[int]) -> None:
+    session = session_of(Narrow(normed=normed), config_of("single", "train.global_batch=8", cut))
+    found: list[int] = []
+    vars(session.task)["sizes"] = found
+    validate(session)
+    assert found == sizes
+
+
+def test_memory_that_is_short_in_an_evaluation_is_said_to_be() -> None:
+    session = session_of(Narrow(), config_of("single", "train.global_batch=8", "train.micro_batch=4"))
+    vars(session.task)["fits"] = 3
+    with pytest.raises(
+        MemoryShortError, match=r"^memory ran out in an evaluation, with 4 sample\(s\) a forward"
+    ) as short:
+        validate(session)
+    assert short.value.divisible
 
 
 UNFIT = """

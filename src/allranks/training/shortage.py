@@ -1,5 +1,7 @@
 """Memory that ran out in a step: the same step in smaller forwards, or the advice where that would be another step.
 
+An evaluation has forwards as large as a step's, so that the same helps there.
+
 The worker says what happened and ends; the agent has all of them start again from the newest checkpoint. The global
 batch and the order of its samples stay, and the loss is a sum over them, so that only rounding tells the difference.
 """
@@ -18,12 +20,14 @@ ALONE_MOVES = (
 )
 
 
-def explain_shortage(session: Session, error: BaseException) -> MemoryShortError:
-    """The error of a worker whose step met `error`, a failed allocation."""
-    samples = samples_per_forward(session.stream.cut)
+def explain_shortage(
+    session: Session, error: BaseException, *, where: str = "a step", samples: int | None = None
+) -> MemoryShortError:
+    """The error of a worker that met `error`, a failed allocation, in forwards of `samples` (None: those of a step)."""
+    samples = samples or samples_per_forward(session.stream.cut)
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     moves = ALONE_MOVES if session.processes.mesh.layout.kind == "single" else OTHER_MOVES
-    what = f"memory ran out in a step, with {samples} sample(s) a forward on each rank ({first})"
+    what = f"memory ran out in {where}, with {samples} sample(s) a forward on each rank ({first})"
     if session.fixed:
         steps = session.stream.cut.num_micro_steps()
         why = "what this task learns depends on which samples share a forward (batch statistics, or a coupled loss)"
