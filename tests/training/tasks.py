@@ -436,3 +436,20 @@ class FromFile(Curve):
         second = self.other and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
         x = torch.from_numpy(np.load(self.other if second else self.file))
         return TensorDataset(x, (x[:, 1] > 0).long()) if split == "train" else None
+
+
+class WithExtraState(nn.Linear):
+    """Keeps something beside its tensors, which no checkpoint has."""
+
+    def get_extra_state(self) -> Any:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"seen": 3}
+
+
+class Extra(Curve):
+    """Its last layer has extra state."""
+
+    def model(self) -> Any:
+        return nn.Sequential(nn.Linear(2, self.width), nn.Tanh(), WithExtraState(self.width, 2))

@@ -48,6 +48,15 @@ def test_a_run_gives_its_model_back(tmp_path: Path, task: str, precision: str, d
     assert evaluated(model, dtype) == pytest.approx(metrics["loss"], rel=1e-12 if dtype is torch.float64 else 1e-5)
 
 
+def test_extra_state_is_no_other_model(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert start("Extra", run, "train.steps=3") == 0
+    model = allranks.load(run)
+    assert isinstance(model, nn.Module)
+    assert evaluated(model) == pytest.approx(events(run, "evaluation")[-1]["metrics"]["loss"], rel=1e-5)
+    assert any("extra state of 1 module(s)" in decision["what"] for decision in events(run, "decision"))
+
+
 def test_the_average_is_what_validation_has_measured(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert start("Curve", run, "train.steps=3", "train.ema=0.5", "train.precision=float64") == 0

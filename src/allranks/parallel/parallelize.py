@@ -18,6 +18,7 @@ from allranks.parallel.context import Context, share_sequences
 from allranks.parallel.data_parallel import split_over_devices
 from allranks.parallel.ddp_hook import make_hook
 from allranks.parallel.expert import ExpertCutter, ExpertGradients
+from allranks.parallel.extra_state import tell_extra_state
 from allranks.parallel.float8 import lower_linears
 from allranks.parallel.host_parameters import choose_offload, describe_offload
 from allranks.parallel.identity import identify
@@ -155,6 +156,7 @@ def _prepare(
             start_training(which, module, decisions)
         cast(module, precision, decisions)
         check_kinds(module)
+        tell_extra_state(which, module, decisions)
     if precision.lowers_linears:
         modules = lower_linears(modules, blocks, device, decisions)
     return modules, decisions

@@ -14,6 +14,7 @@ from allranks.checkpointing.writers import tell_writers
 from allranks.config import Config
 from allranks.errors import CheckpointError, ConfigError, TaskError
 from allranks.own_loops import refuse_own_loop
+from allranks.parallel.extra_state import extra_states
 from allranks.run import Run
 from allranks.task import Task, load_task, load_task_class
 from allranks.task_loading import setting_types
@@ -88,8 +89,11 @@ def task_of_run(run: Run, config: Config | None = None) -> Task:
 
 def _load_strictly(module: nn.Module, values: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> None:
     _cast_as_trained(module, values)
+    # No checkpoint holds extra state: it stays as it was made.
+    made = module.state_dict() if (extra := extra_states(module)) else {}
+    own = {key: made[key] for key in extra if key in made}
     try:
-        module.load_state_dict(dict(values), strict=True)
+        module.load_state_dict({**values, **own}, strict=True)
     except RuntimeError as error:
         first = " ".join(str(error).split())[:400]
         raise TaskError(f"{checkpoint.path.name} holds another model than model() makes: {first}") from error
