@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from allranks.data.plain_batch import plain_batch
 from allranks.data.random_keys import collate_key, item_key, seed_all
 from allranks.errors import DataError, ProcessError
 from allranks.lifeline import die_with_parent
@@ -86,7 +87,7 @@ def collate_noted(collate: Collate, items: list[Any], first: int, collate_seed: 
     if collate_seed is not None:
         seed_all(collate_key(collate_seed, first))
     try:
-        return collate(items)
+        return plain_batch(collate(items))
     except Exception as error:
         where = f"while collating {len(items)} samples (positions {first} to {first + len(items) - 1})"
         if isinstance(error, StopIteration):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from allranks.data.plain_batch import plain_batch
 from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import LayoutError
 from allranks.stepping.forward_only import forward_only
@@ -73,7 +74,7 @@ def _left_behind(forward: Forward, samples: Sequence[Any], names: Sequence[str])
     module = forward.spread.bare()
     seed_all(0)
     with state_kept(module):
-        forward.raw(forward.place(forward.task.collate(list(samples))), module)
+        forward.raw(forward.place(plain_batch(forward.task.collate(list(samples)))), module)
         return {name: forward.spread.tensors[name].detach() for name in names}
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allranks.data.plain_batch import plain_batch
 from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import AllranksError, TaskError
 from allranks.parallel.outputs import in_float32
@@ -82,7 +83,7 @@ def examine_loss(
     cut = (len(samples) - 1) // 2
 
     def run(some: Sequence[Any], *, finite: bool = True) -> Part | None:
-        batch = place(task.collate(list(some)))
+        batch = place(plain_batch(task.collate(list(some))))
         output = _call(module, inputs(batch), autocast) if call is None else call(batch)
         if output is None and call is not None:
             return None

@@ -7,6 +7,7 @@ from typing import Any, final
 import numpy as np
 
 from allranks.data.micro_step import MicroStep, StepBatch
+from allranks.data.plain_batch import plain_batch
 from allranks.data.random_keys import seed_all
 from allranks.data.stream import Order, declared_order
 from allranks.errors import AllranksError, TaskError
@@ -64,7 +65,7 @@ def _load(task: Task) -> FirstBatches:
     for number in SAMPLES:
         samples = [found[index % len(found)] for index in range(number)]
         started = perf_counter()
-        value = task.collate(samples)
+        value = plain_batch(task.collate(samples))
         collating.append((perf_counter() - started) / number)
         batches.append(Batch(value, number, 0 if has_step(task) else resolve_targets(task, value).call(value)))
     return FirstBatches(tuple(batches), declared_order(dataset), seconds + min(collating))

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from allranks.data.plain_batch import plain_batch
 from allranks.data.random_keys import generators_kept
 from allranks.errors import TaskError
 from allranks.parallel.precision import Precision
@@ -35,7 +36,7 @@ def count_between(
     recorder: Recorder | None = None
     try:
         with generators_kept(), unset_fake_temporarily():
-            mode, batch = fake_mode(), task.collate(first_samples(dataset, seed)[0])
+            mode, batch = fake_mode(), plain_batch(task.collate(first_samples(dataset, seed)[0]))
             copied = copy_fake(module, mode)
             inputs = resolve_inputs(task, copied, batch)
             recorder = Recorder({"": copied}, {})

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allranks.data.plain_batch import plain_batch
 from allranks.data.random_keys import item_key, seed_all
 from allranks.data.second_pass import begin_pass, check_begins_anew, check_second_pass
 from allranks.data.stream import declared_order
@@ -149,7 +150,7 @@ def _meet(
     task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGroup | None, seed: int, micro_batch: int
 ) -> Meeting:
     """`group`: of ranks that see other samples each, and could decide otherwise; None where all see the same."""
-    batch, module = task.collate(list(samples)), spread.bare()
+    batch, module = plain_batch(task.collate(list(samples))), spread.bare()
     inputs, targets = resolve_inputs(task, module, batch), resolve_targets(task, batch)
     forward = Forward(task, spread, inputs.call)
     said = () if spread.context is None else (_meet_context(spread.context, task, batch, inputs.call),)
@@ -199,7 +200,7 @@ def _meet(
         decisions += (whole,)
         if spread.context is not None and whole.what == UNCOMPARED:
             few = samples[:FEW]
-            decisions += (check_positions(forward, task.collate(few), what=f"{len(few)} samples"),)
+            decisions += (check_positions(forward, plain_batch(task.collate(few)), what=f"{len(few)} samples"),)
     transfers = measure_transfers(forward, samples)
     return Meeting(coupled, nature.gathers, forward, targets.call, decisions, flops, transfers)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from allranks.data.cut import Cut
+from allranks.data.plain_batch import plain_batch
 from allranks.data.random_keys import generators_kept
 from allranks.parallel.transfers import Transfer
 from allranks.stepping.passes import Forward, buffers_kept
@@ -78,7 +79,7 @@ def _transfers(forward: Forward, samples: Sequence[Any]) -> list[Transfer]:
     # Without DDP around it: its ranks need not agree on this.
     module = spread.bare()
     with generators_kept(module), buffers_kept(spread, unless=False), spread.placement.recorded() as found:
-        batch = forward.place(forward.task.collate(list(samples)))
+        batch = forward.place(plain_batch(forward.task.collate(list(samples))))
         loss = forward.task.loss(spread.precision.cast_output(forward.raw(batch, module)), batch)
         loss.backward()
     for parameter in spread.trainable().values():

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from allranks.data.plain_batch import plain_batch
 from allranks.stepping.alike import on_any_rank
 from allranks.stepping.loss_check import num_examined
 from allranks.stepping.passes import Forward, buffers_kept
@@ -39,7 +40,7 @@ def search_unused(
         # As often on each rank, whatever it has; from the front again where the samples end, so that each is as large.
         for begin in range(0, number, most):
             some = [samples[index % len(samples)] for index in range(begin, begin + most)]
-            placed = forward.place(forward.task.collate(some))
+            placed = forward.place(plain_batch(forward.task.collate(some)))
             forward.task.loss(forward(placed), placed).backward()
             left_out |= {name for name, parameter in waited.items() if parameter.grad is None}
             for parameter in spread.trainable().values():

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from allranks.data.plain_batch import plain_batch
 from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import LayoutError
 from allranks.parallel.pipeline import Payload
@@ -91,7 +92,8 @@ def check_whole(forward: Forward, samples: Sequence[Any], seed: int, flops_per_s
     """
     samples = list(samples)[:NUM_SAMPLES]
     flops = None if flops_per_sample is None else flops_per_sample * len(samples)
-    return compare_whole(forward, forward.task.collate(samples), seed, flops, Asked(f"{len(samples)} samples"))
+    batch = plain_batch(forward.task.collate(samples))
+    return compare_whole(forward, batch, seed, flops, Asked(f"{len(samples)} samples"))
 
 
 def compare_whole(forward: Forward, batch: Any, seed: int, flops: float | None, asked: Asked) -> Decision:
