@@ -257,20 +257,37 @@ def test_ranks_that_see_other_samples_are_refused_together(pool: Pools) -> None:
 
 
 class Watched(Gan):
-    """One of its models keeps statistics."""
+    """One of its models remembers something."""
+
+    _written: Any = None
 
     def model(self) -> Any:
         made = super().model()
-        return made | {"maker": nn.Sequential(made["maker"], Remembering(statistics))}
+        return made | {"maker": nn.Sequential(made["maker"], Remembering(self._written))}
+
+
+def stepped(written: Any, *cut: str) -> str:
+    """In a worker: what two steps of a Task with a `step` were refused for, or ""."""
+    task = Watched()
+    task._written = written
+    session = session_of(task, config_of("ddp", *cut))
+    try:
+        for _ in step_through(session, 2):
+            pass
+    except LayoutError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.distributed
-def test_a_task_with_a_step_is_not_asked(pool: Pools) -> None:
-    def case() -> list[str]:
-        session = session_of(Watched(), config_of("ddp", *SMALL))
-        return [name for name, entry in session.spread.map.items() if entry.kind == "buffer"]
-
-    assert "maker.1.state" in pool(2).run(case)[0]
+@pytest.mark.parametrize("cut", [SMALL, ("train.global_batch=3", "train.micro_batch=1")])  # the second has fillers
+def test_a_task_with_a_step_is_asked_after_its_first_forward(pool: Pools, cut: tuple[str, ...]) -> None:
+    refused = (
+        "buffer maker.1.state (1 in all) changes with the samples of a forward, and each of 2 data-parallel ranks sees "
+        "its own only: only BatchNorm's are synchronised; use --layout single"
+    )
+    assert pool(2).run(stepped, statistics, *cut) == [refused] * 2
+    assert pool(2).run(stepped, counted, *cut) == [""] * 2
 
 
 def test_copies_of_data_parallel_are_asked_as_ranks_are() -> None:

@@ -35,6 +35,40 @@ def good(world: Any, model: nn.Module, optimizer: Any, batch: Any) -> bool:
     return bool(world.step(optimizer))
 
 
+class Following(Net):
+    """Remembers the mean of its samples, or how often it was called."""
+
+    def __init__(self, *, counts: bool = False) -> None:
+        super().__init__()
+        self.counts = counts
+        self.register_buffer("code", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("code").add_(1.0 if self.counts else x.detach().mean(0))
+        return super().forward(x)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("cut", [{"global_batch": 10}, {"global_batch": 3, "micro_batch": 1}])  # the second has fillers
+def test_buffers_that_follow_the_samples_are_refused_over_several_ranks(
+    pool: Pools, tmp_path: Path, cut: dict[str, Any]
+) -> None:
+    def case(folder: str, counts: bool) -> str:
+        def loop() -> None:
+            with allranks.join(layout="ddp", precision="float64", run=folder) as world:
+                model = world.parallelize(Following(counts=counts))
+                optimizer = world.optimizer(model, sgd)
+                for batch in world.stream(Samples(12), **cut):
+                    good(world, model, optimizer, batch)
+
+        return refusal(loop)
+
+    refused = "buffer code (1 in all) changes with the samples of a forward"
+    found = pool(2).run(case, str(tmp_path / "follows"), False)
+    assert all(refused in said for said in found), found
+    assert pool(2).run(case, str(tmp_path / "counts"), True) == ["nothing was refused"] * 2
+
+
 BAD: dict[str, tuple[Callable[..., object], str]] = {
     "no backward": (
         lambda world, model, optimizer, batch: None,
