@@ -4,6 +4,7 @@ from collections import UserDict
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -245,6 +246,7 @@ def test_the_tasks_own_targets_come_first_and_must_be_a_count() -> None:
     assert resolve_targets(Own(), (x, y)).because == "the Task says so"
     assert count(17) == 17
     assert count(torch.tensor(5)) == 5
+    assert count(np.int64(6)) == 6 and type(count(np.int64(6))) is int
     for wrong in (1.5, True, None, -1, torch.ones(2), torch.tensor(1.5)):
         with pytest.raises(TaskError, match=r"Own.targets returned .* expected the number of targets"):
             count(wrong)

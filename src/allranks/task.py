@@ -15,6 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar
 
 import numpy as np
@@ -260,10 +261,10 @@ def _as_count(task: Task, batch: Any) -> int:
     count: object = task.targets(batch)
     if isinstance(count, torch.Tensor) and count.ndim == 0 and _are_labels(count):
         count = int(count)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
         returned = f"{type(task).__name__}.targets returned {describe(count)}"
         raise TaskError(f"{returned}: expected the number of targets, an int")
-    return count
+    return int(count)
 
 
 def _batch_length(task: Task, batch: Any) -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from allranks.data.evaluation import evaluation_batches
 from allranks.data.micro_step import MicroStep
-from allranks.errors import DataError, LayoutError
+from allranks.errors import ConfigError, DataError
 
 
 class Numbers(torch.utils.data.IterableDataset[int]):
@@ -93,11 +93,20 @@ def test_a_dataset_that_shards_itself_is_refused_at_once() -> None:
         evaluation_batches(Numbers(5, "sharded"), batch_size=4)
 
 
-def test_an_empty_dataset_and_too_small_batches_are_refused_at_once() -> None:
+def test_fewer_samples_at_a_time_than_ranks_are_one_a_rank() -> None:
+    ranks = evaluate([1, 2, 3, 4], 1, 3)
+    assert [[(micro.batch.tolist(), micro.weight) for micro in forwards] for forwards in ranks] == [
+        [([1], 1), ([4], 1)],
+        [([2], 1), ([4], 0)],
+        [([3], 1), ([4], 0)],
+    ]
+
+
+def test_an_empty_dataset_and_an_empty_batch_are_refused_at_once() -> None:
     with pytest.raises(DataError, match="list is empty"):
         evaluation_batches([], batch_size=4)
-    with pytest.raises(LayoutError, match=r"train.global_batch\(2\) < dp_replicate \* dp_shard\(3\)"):
-        evaluation_batches([1, 2, 3], batch_size=2, num_ranks=3)
+    with pytest.raises(ConfigError, match="has to be at least 1"):
+        evaluation_batches([1, 2, 3], batch_size=0, num_ranks=3)
 
 
 def test_leaving_early_ends_the_workers() -> None:

@@ -30,18 +30,20 @@ def evaluation_batches(
 ) -> Iterator[MicroStep]:
     """This rank's forwards of one evaluation, in the dataset's own order, with weight-0 fillers where it has no sample.
 
-    `batch_size` samples at a time are shared out over `num_ranks`, at most `micro_batch` of them in a forward. An item
-    that draws random numbers draws the same ones in every evaluation. The dataset may be smaller than a batch, or than
-    the number of ranks. The other arguments are the Loader's.
+    `batch_size` samples at a time (at least one a rank) are shared out over `num_ranks`, at most `micro_batch` of them
+    in a forward. An item that draws random numbers draws the same ones in every evaluation. The dataset may be smaller
+    than a batch, or than the number of ranks. The other arguments are the Loader's.
 
     Raises:
-        DataError: at once, for an empty dataset or one that shards itself. LayoutError: batch_size < num_ranks.
+        DataError: at once, for an empty dataset or one that shards itself.
     """
     if declared_order(dataset) == "sharded":
         raise DataError(
             f'{type(dataset).__name__} declares order="sharded", so nobody knows whether each sample is counted once: '
             'for evaluation return a map-style dataset, or an iterable one with `order = "global"`'
         )
+    if batch_size > 0:  # Cut refuses the rest
+        batch_size = max(batch_size, num_ranks)
     cut = Cut(batch_size, num_ranks, micro_batch)
     stream = DataStream(
         dataset, cut=cut, dp_rank=dp_rank, seed=evaluation_seed(seed), epochs=1, shuffle=False, allow_small=True

@@ -3,11 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
 import allranks
+from allranks.errors import TaskError
 from allranks.run import Run
+from allranks.training.own.forward import check_targets
 from tests.distributed.pool import Pools
 from tests.training.own.cases import Net, Samples, count, loss_of, refusal, sgd
 
@@ -58,3 +62,10 @@ def test_a_batch_without_a_rule(pool: Pools, tmp_path: Path) -> None:
         "TaskError: world.run: a batch is {x: a float32 tensor [2, 6], b: a float32 tensor [3]}: say how many targets "
         "it has, targets=...",
     ]
+
+
+def test_targets_may_be_a_whole_number_of_numpy() -> None:
+    found = check_targets("backward", np.int64(4))
+    assert found == 4 and type(found) is int
+    with pytest.raises(TaskError, match=r"^world\.backward\(targets=np\.float64\(4\.0\)\): the number of targets"):
+        check_targets("backward", np.float64(4.0))

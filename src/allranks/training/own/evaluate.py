@@ -46,7 +46,7 @@ def evaluate_own(ground: Ground, step: OwnStep, dataset: Any, measure: Measure, 
     """`measure` over all of `dataset`, in evaluation mode; `loading` goes to `evaluation_batches`; collective.
 
     Raises:
-        TaskError: `measure` gives anything but {name: (sum, count)}. DataError, LayoutError: the dataset or the batch.
+        TaskError: `measure` gives anything but {name: (sum, count)}. DataError, ConfigError: the dataset or the batch.
     """
     step.links.check_one("world.evaluate()")
     mesh = ground.processes.mesh

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
+from numbers import Integral
 from typing import Any, NoReturn, final
 
 import torch
@@ -101,9 +102,9 @@ def check_targets(call: str, targets: object) -> int:
     """A number of targets. Raises TaskError for anything else, naming `call`."""
     if isinstance(targets, torch.Tensor) and targets.numel() == 1 and not targets.is_floating_point():
         targets = int(targets)
-    if isinstance(targets, bool) or not isinstance(targets, int) or targets < 0:
+    if isinstance(targets, bool) or not isinstance(targets, Integral) or targets < 0:
         raise TaskError(f"world.{call}(targets={targets!r:.40}): the number of targets of this batch, a whole number")
-    return targets
+    return int(targets)
 
 
 def check_can_wait(loss: Loss, batch: Any, layout: object) -> None:
