@@ -1,14 +1,17 @@
 """From records to findings: nothing for what is equal, and for each injected difference its kind, step and factor."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
+from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import OTHER, Finding
 from allranks.verifying.judge import judge, judge_ranks
-from allranks.verifying.recording import Draw, Part, RunRecord
-from tests.verifying.records import evidence, scale
+from allranks.verifying.recording import Draw, OneDevice, Part, RunRecord
+from allranks.verifying.world_view import WorldView
+from tests.verifying.records import evidence, one_device, scale, two_ranks
 
 Change = Callable[[list[RunRecord]], object]
 
@@ -300,3 +303,46 @@ def test_ranks_that_report_their_share_of_a_sum_are_not_right() -> None:
             run.steps[0].loss = 0.75 if run is ranks[0] else 1.25
 
     assert kinds(judge(evidence(change))) == ["S30"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ((2.0, None), []),  # the world's, by one
+        ((10.0, None), ["S30"]),
+        ((None, 10.0), ["S30"]),
+        ((1.5, None), ["S30"]),  # rank 0's own samples' alone: no mean of the ranks'
+        ((math.inf, None), ["S30"]),
+        ((None, None), []),
+    ],
+)
+def test_the_ranks_that_report_a_loss_are_compared(losses: Sequence[float | None], expected: list[str]) -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for run, loss in zip(ranks, losses, strict=True):
+            run.steps[0].loss = loss
+
+    findings = judge(evidence(change))
+    assert kinds(findings) == expected
+    for finding in findings:
+        assert "alone" in finding.verdict.evidence[0] and "each rank's own loss" in finding.verdict.next
+
+
+def test_of_ranks_that_share_samples_one_may_report_their_loss() -> None:
+    def losses(*told: float | None) -> list[str]:
+        one, ranks = one_device(), [*two_ranks(), *two_ranks()]  # samples of rank 0 are those of rank 2
+        for run, loss in zip(ranks, told, strict=True):
+            run.steps[0].loss = loss
+        world = WorldView((0, 1, 0, 1), {"dp": 2, "model": 2})
+        return kinds(judge(Evidence(OneDevice(one, [one]), ranks, world)))
+
+    assert losses(1.5, 2.5, None, None) == losses(1.5, None, None, 2.5) == []
+    assert losses(1.5, None, 2.5, None) == losses(1.5, 2.5, None, 2.5) == ["S30"]
+
+
+def test_a_rank_without_samples_reports_none() -> None:
+    one, ranks = one_device(), [*two_ranks(), two_ranks()[0]]
+    for run, loss in zip(ranks, (1.5, 2.5, None), strict=True):
+        run.steps[0].loss = loss
+    for step in ranks[2].steps:
+        step.rows, step.draws = [], []
+    assert judge(Evidence(OneDevice(one, [one]), ranks, WorldView((0, 1, 2), {"dp": 3}))) == []

@@ -1,7 +1,8 @@
 """From what one device and the ranks did to findings: the first thing that differs, and what stands apart from it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,6 +24,7 @@ from allranks.verifying.start_causes import judge_start
 from allranks.verifying.update_causes import explain_parameters, judge_settings, judge_updates
 
 LEDGER = "ledger"
+OF_EACH = "return each rank's own loss, or the world's: sum numerators and counts over ranks, and divide once"
 
 
 def judge(evidence: Evidence, *, start: bool = True) -> list[Finding]:
@@ -193,24 +195,25 @@ def _on_grid(value: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _reported(evidence: Evidence) -> list[Finding]:
-    """Whether the loss that a step returns is the world's, or at least the ranks' mean is."""
+    """Whether the loss that a step returns is the world's, on each rank that returns one, or at least their mean is."""
     world = evidence.world
     for step in range(evidence.num_steps):
         one, ranks = evidence.step(step)
-        losses = [record.loss for record in ranks]
-        if one.loss is None or any(loss is None for loss in losses):
+        # A rank that leaves it to the others returns nothing.
+        told = {rank: record.loss for rank, record in enumerate(ranks) if record.loss is not None}
+        if one.loss is None or not told:
             continue
-        values = [loss for loss in losses if loss is not None]
         allowed = _loss_allowed(evidence, step, one.loss)
-        if all(abs(value - one.loss) <= allowed for value in values) or _own_shares(
-            evidence, step, values, one.loss, allowed
+        if all(abs(value - one.loss) <= allowed for value in told.values()) or _own_shares(
+            evidence, step, told, one.loss, allowed
         ):
             continue
-        said = f"loss {one.loss:.9g} on one device, {', '.join(f'{v:.9g}' for v in values)} on the ranks"
-        axis = world.axis_of_values(dict(enumerate(values)), one.loss, allowed)
-        factor = world.in_words(values[0] / one.loss, axis) if one.loss else ""
+        some = f"rank {', '.join(map(str, told))} alone" if len(told) < len(ranks) else "the ranks"
+        said = f"loss {one.loss:.9g} on one device, {', '.join(f'{v:.9g}' for v in told.values())} on {some}"
+        axis = world.axis_of_values(told, one.loss, allowed)
+        factor = world.in_words(next(iter(told.values())) / one.loss, axis) if one.loss else ""
         return [found("S30", f"step {step}: the loss that is reported is not the world's", said,
-                      axis=axis, factor=factor, step=step)]  # fmt: skip
+                      axis=axis, factor=factor, step=step, next=OF_EACH if len(told) < len(ranks) else "")]  # fmt: skip
     return []
 
 
@@ -221,11 +224,19 @@ def _loss_allowed(evidence: Evidence, step: int, due: float) -> float:
     return max(evidence.relative * abs(due), allowance(apart, abs(due), max(losses)), 1e-15)
 
 
-def _own_shares(evidence: Evidence, step: int, values: Sequence[float], due: float, allowed: float) -> bool:
-    """Whether each rank reports its own samples' loss, of which the mean, by samples or by ranks, is the world's."""
-    _, ranks = evidence.step(step)
-    weights = [len(record.rows) for record in ranks]
-    mean = sum(v * w for v, w in zip(values, weights, strict=True)) / max(1, sum(weights))
-    even = sum(values) / len(values)
-    alike = max(values) - min(values) <= allowed
+def _own_shares(evidence: Evidence, step: int, told: Mapping[int, float], due: float, allowed: float) -> bool:
+    """Whether each rank reports its own samples' loss, of which the mean, by samples or by ranks, is the world's.
+
+    Of ranks that see the same samples some may be silent, but equally many of each: a mean of `told` (by rank) without
+    some samples' loss is none of the world's.
+    """
+    (_, ranks), numbers = evidence.step(step), evidence.world.data_rank
+    tellers = Counter(numbers[rank] for rank in told)
+    fed = {numbers[rank] for rank, record in enumerate(ranks) if record.rows}
+    if not fed <= tellers.keys() or len(set(tellers.values())) > 1:
+        return False
+    weights = {rank: len(ranks[rank].rows) for rank in told}
+    mean = sum(value * weights[rank] for rank, value in told.items()) / max(1, sum(weights.values()))
+    even = sum(told.values()) / len(told)
+    alike = max(told.values()) - min(told.values()) <= allowed
     return not alike and any(abs(found_here - due) <= allowed for found_here in (mean, even))
