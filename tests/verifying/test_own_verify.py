@@ -549,12 +549,41 @@ def over_positions(cut: bool) -> Callable[[Any, Any, Any], None]:
     return step
 
 
-@pytest.mark.parametrize(("cut", "kinds"), [(True, []), (False, ["S4"])])
-def test_ranks_of_fully_shard_that_are_fed_the_same_repeat_each_other_or_cut_sequences(
-    cut: bool, kinds: list[str]
+def hybrid(distributed: bool) -> Any:
+    """Over a mesh of two dims."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    if distributed:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def copied(distributed: bool) -> Any:
+    """Whole on every rank."""
+    model, _ = sharded(False)
+    if distributed:
+        model = DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("build", "cut", "kinds"),
+    [
+        (sharded, True, []),
+        (sharded, False, ["S4"]),
+        (hybrid, True, []),
+        (hybrid, False, ["S4"]),
+        (copied, True, []),
+        (copied, False, ["S4"]),
+    ],
+)
+def test_ranks_that_are_fed_the_same_repeat_each_other_or_cut_sequences(
+    build: Callable[[bool], Any], cut: bool, kinds: list[str]
 ) -> None:
-    answer = allranks.verify(sharded, over_positions(cut), sequences, num_steps=2)
+    answer = allranks.verify(build, over_positions(cut), sequences, num_steps=2)
     assert [finding.verdict.kind for finding in answer.findings] == kinds, str(answer)
+    assert ("ranks 0, 1 were fed the same samples" in str(answer)) == cut
 
 
 @pytest.mark.full

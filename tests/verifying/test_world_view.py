@@ -7,8 +7,8 @@ import torch
 
 from allranks.parallel.mesh import MESH_AXES
 from allranks.parameter_map import Box
-from allranks.verifying.recording import Part, RunRecord, Start, StepRecord
-from allranks.verifying.world_view import OUTERMOST_FIRST, WorldView, view_of
+from allranks.verifying.recording import Call, Forwards, Part, RunRecord, Start, StepRecord
+from allranks.verifying.world_view import OUTERMOST_FIRST, WorldView, say_shared, view_of
 
 
 def test_factors_in_words() -> None:
@@ -119,10 +119,15 @@ def test_ranks_are_counted_as_in_a_mesh() -> None:
     assert tuple(name for name in OUTERMOST_FIRST if name != "dp") == MESH_AXES
 
 
-def rank(rows: list[int], weight: torch.Tensor, given: tuple[int, ...] = (), row: int | None = None) -> RunRecord:
-    box = None if row is None else Box((row,), (1,))
-    start = Start(parameters={"w": Part(box, weight)})
-    return RunRecord(start=start, steps=[StepRecord(rows=rows)], given=list(given))
+def rank(rows: list[int], weight: torch.Tensor, box: Box | None = None) -> RunRecord:
+    return RunRecord(start=Start(parameters={"w": Part(box, weight)}), steps=[StepRecord(rows=rows)])
+
+
+def sharded(number: int, *values: float, rows: int = 1, unseen: bool = False) -> RunRecord:
+    """A rank with a row of what fully_shard has cut over both; its modules are given `values`."""
+    start = Start(parameters={"w": Part(Box((number,), (1,)), torch.ones(1))}, gathered={"w": (0, 1)})
+    calls = [Call(f"{place}", (value, 1.0)) for place, value in enumerate(values)]
+    return RunRecord(start=start, steps=[StepRecord(rows=[rows])], given=Forwards(calls, unseen))
 
 
 @pytest.mark.parametrize(
@@ -133,11 +138,30 @@ def rank(rows: list[int], weight: torch.Tensor, given: tuple[int, ...] = (), row
         ([rank([1, 2], torch.ones(2)), rank([2, 1], torch.ones(2))], (0, 1)),
         ([rank([1, 2], torch.ones(2)), rank([1, 2], torch.zeros(2))], (0, 0)),
         ([rank([1, 2], torch.ones(2)), rank([1, 2], torch.ones(3))], (0, 0)),
+        ([rank([1], torch.ones(1), Box((place,), (1,))) for place in (0, 1)], (0, 0)),
         # Shards of fully_shard: the same where modules are given the same, other ones where sequences are cut.
-        ([rank([1, 2], torch.ones(1), (7, 8), 0), rank([1, 2], torch.ones(1), (7, 8), 1)], (0, 1)),
-        ([rank([1, 2], torch.ones(1), (7, 8), 0), rank([1, 2], torch.ones(1), (7, 9), 1)], (0, 0)),
-        ([rank([1, 2], torch.ones(1), (), 0), rank([1, 2], torch.ones(1), (), 1)], (0, 0)),
+        ([sharded(0, 7, 8), sharded(1, 7, 8)], (0, 1)),
+        ([sharded(0, 7, 8), sharded(1, 7, 9)], (0, 0)),
+        ([sharded(0, 7, 8), sharded(1, 7)], (0, 1)),  # rank 0 looks at something more
+        ([sharded(0, 7, 8, unseen=True), sharded(1, 7, 8, unseen=True)], (0, 1)),
+        ([sharded(0), sharded(1)], (0, 0)),
+        # Of several kinds of ranks only what is seen is told.
+        ([sharded(0, 7), sharded(1, 7), sharded(0, 7, rows=2), sharded(1, 7, rows=2)], (0, 1, 2, 3)),
+        ([sharded(0, 7, unseen=True), sharded(1, 7), sharded(0, 7, rows=2), sharded(1, 6, rows=2)], (0, 0, 1, 1)),
     ],
 )
 def test_ranks_that_share_samples(ranks: list[RunRecord], expected: tuple[int, ...]) -> None:
     assert view_of(ranks).data_rank == expected
+
+
+def test_parts_that_begin_alike_are_other_ones_by_their_places() -> None:
+    ranks = [rank([1], torch.zeros(2)), rank([1], torch.zeros(2))]
+    assert view_of(ranks).data_rank == (0, 1)
+    places = {("w", number): Box((2 * number,), (2,)) for number in range(2)}
+    assert view_of(ranks, places).data_rank == (0, 0)
+
+
+def test_ranks_that_share_samples_are_told() -> None:
+    (told,) = say_shared(TWO_BY_TWO)
+    assert told.startswith("ranks 0, 1; ranks 2, 3 were fed the same samples, and are taken for ranks that share")
+    assert say_shared(COPIES) == ()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from allranks.users_code import user_line
 from allranks.verifying import observation as look
-from allranks.verifying.given import is_sharded_over_all, noting_given
+from allranks.verifying.given import gathered_over, noting_given
 from allranks.verifying.loaded import await_loaded, note_loaded
 from allranks.verifying.observer import Observer
 from allranks.verifying.program import Program, cast_floats, in_order, order_of, shuffled
@@ -163,6 +163,7 @@ class OwnLoop:
             unlinked=[name for name, p in parameters.items() if p.requires_grad and id(p) not in held],
             statistics=statistics_of(modules),
             optimizers=[type(optimizer).__name__ for optimizer in optimizers_of(self._optimizer)],
+            gathered=gathered_over(modules, parameters),
         )
 
     def _train(self, saves: Sequence[int]) -> None:
@@ -192,7 +193,8 @@ class OwnLoop:
             if setting.seed:
                 look.seed_everything(setting.seed + OF_A_STEP * index)
             self.observer.feed(self._fed(batches, index), self._step.draws)
-            with self._noting_given() if index == 0 else nullcontext():
+            alone = index > 0 or self.size == 1
+            with nullcontext() if alone else noting_given(look.modules_of(self._model), self.record.given):
                 loss = program.step(self._model, self._optimizer, self._prepared(batches, index))
             self._step.loss = number(loss)
             self._after_update()
@@ -200,11 +202,6 @@ class OwnLoop:
         self.record.repeated_epochs = list(self.observer.loaders.repeated)
         self.record.redrawn = self.observer.permutations.redrawn
         self.record.compiled = self.observer.compiled
-
-    def _noting_given(self) -> AbstractContextManager[None]:
-        modules = look.modules_of(self._model)
-        alone = self.size == 1 or not is_sharded_over_all(modules, self.size)
-        return nullcontext() if alone else noting_given(modules, self.record.given)
 
     def _drew(self, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[bool, ...]:
         """Whether torch, numpy and python have drawn for samples in between."""

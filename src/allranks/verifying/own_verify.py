@@ -36,7 +36,7 @@ from allranks.verifying.recording import OneDevice, RunRecord, saves_of
 from allranks.verifying.start_causes import judge_start, places_of, unplaced
 from allranks.verifying.unverified import Unverified, failing
 from allranks.verifying.update_state import align_settings
-from allranks.verifying.world_view import view_of
+from allranks.verifying.world_view import say_shared, view_of
 
 LOWERED = (
     "it runs in its own precision alone, and computes in {}: compared are how it begins, and the samples and gradients "
@@ -177,7 +177,7 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
     unknown = unplaced(one.run, ranks, places)
     if unknown:
         return cannot("a parameter cannot be compared", unknown, "give it the same logical name on both sides")
-    world = view_of(ranks)
+    world = view_of(ranks, places)
     for run in ranks:
         align_settings(run, one.run)
 
@@ -196,7 +196,7 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
             loaded: RunRecord = launch_without_gpus(run_load, source, _of_ranks(setting), nproc=1)[0]
         findings = judge_reshard(evidence, loaded)
     shared = say_packed(evidence, evidence.num_steps) or ((EVEN,) if _is_even(evidence) else ())
-    notes = one.notes + shared + say_compiled(evidence) + not_tried(ranks, setting.num_steps)
+    notes = one.notes + say_shared(world) + shared + say_compiled(evidence) + not_tried(ranks, setting.num_steps)
     equal = equal_steps(evidence) if findings else {}
     return Answer(tuple(findings), one, tuple(ranks), world, notes=notes, equal_steps=equal)
 
@@ -235,7 +235,8 @@ def _in_its_own_precision(evidence: Evidence) -> Answer:
     found = judge_start(evidence) or judge_fed(evidence, 0) or judge_low_precision(evidence)
     findings = (*found, *judge_ranks(evidence))
     equal = () if found else say_errors(evidence, name)
-    notes = (LOWERED.format(name), *one.notes, *say_packed(evidence, 1), *equal, *say_noisy(one, name))
+    said = (*one.notes, *say_shared(evidence.world), *say_packed(evidence, 1))
+    notes = (LOWERED.format(name), *said, *equal, *say_noisy(one, name))
     if not findings and set(noisy_gradients(one)) >= one.run.steps[0].gradients.keys():
         return cannot(
             f"rounding in {name} hides what is computed", notes[-1], "verify it in float32, or with more samples"

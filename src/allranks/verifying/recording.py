@@ -44,6 +44,32 @@ class Draw(NamedTuple):
     probability: float = 0.0
 
 
+class Call(NamedTuple):
+    """What a module is given in a forward, or gives, by numbers that do not depend on the order of its samples.
+
+    Attributes:
+        what: the module's name, which of both, and the shapes of the tensors.
+        values: of each of them two, see `given.told`.
+    """
+
+    what: str
+    values: tuple[float, ...]
+
+
+@final
+@dataclass
+class Forwards:
+    """The forwards of a step's modules.
+
+    Attributes:
+        calls: what is compiled tells nothing of those inside.
+        unseen: whether of some module that holds parameters no call was noted.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    unseen: bool = True
+
+
 @final
 @dataclass
 class StepRecord:
@@ -101,6 +127,7 @@ class Start:
         unlinked: trainable parameters that no optimizer holds.
         statistics: modules whose statistics depend on the batch.
         optimizers: class names.
+        gathered: of what fully_shard has cut, over which ranks it is gathered before it is computed with.
     """
 
     parameters: Parts = field(default_factory=dict)
@@ -109,6 +136,7 @@ class Start:
     unlinked: list[str] = field(default_factory=list)
     statistics: list[str] = field(default_factory=list)
     optimizers: list[str] = field(default_factory=list)
+    gathered: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @final
@@ -127,7 +155,7 @@ class RunRecord:
         repeated_epochs: epochs that a shuffling sampler has begun once more, without having been told of the next.
         redrawn: lengths of permutations that were drawn more than once with the same values while the data was made.
         compiled: whether some dropouts are compiled, and tell nothing.
-        given: digests of what modules are given in the first step (given.py); empty where that says nothing.
+        given: of several ranks, the forwards of the first step (given.py).
         stateful: whether the first step's forwards have moved buffers that are no statistics of a batch (a counter, the
             vectors of a spectral norm): what is computed then depends on how many forwards a step has.
         error: why the process could not go on, in one line; "" where it could.
@@ -144,7 +172,7 @@ class RunRecord:
     repeated_epochs: list[int] = field(default_factory=list)
     redrawn: list[int] = field(default_factory=list)
     compiled: bool = False
-    given: list[int] = field(default_factory=list)
+    given: Forwards = field(default_factory=Forwards)
     stateful: bool = False
     error: str = ""
 

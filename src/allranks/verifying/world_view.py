@@ -6,10 +6,17 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import final
 
+from allranks.verifying.assembly import Places
+from allranks.verifying.given import do_alike
 from allranks.verifying.recording import RunRecord
 
 OUTERMOST_FIRST = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp")
 """As ranks are counted (`parallel.mesh.MESH_AXES`; a test compares)."""
+
+SHARED = (
+    "{} were fed the same samples, and are taken for ranks that share layers or a sequence; data ranks have to be fed "
+    "other ones"
+)
 
 
 @final
@@ -181,41 +188,67 @@ def is_one_of(factor: float, count: int) -> bool:
     return count > 1 and any(abs(factor - number) <= 1e-6 * number for number in (count, 1 / count))
 
 
-def view_of(ranks: Sequence[RunRecord]) -> WorldView:
-    """The world of an own loop, from what each rank was fed: whoever got the same in every step shares its samples."""
+def view_of(ranks: Sequence[RunRecord], places: Places | None = None) -> WorldView:
+    """The world of an own loop: ranks that were fed the same in every step share its samples, unless they repeat it.
+
+    Args:
+        places: where parts lie that were cut by hand, as far as that is known.
+    """
     fed = [tuple(tuple(sorted(step.rows)) for step in run.steps) for run in ranks]
-    # Ranks that are fed the same and share no layer repeat each other.
+    repeats = _repeats_of(ranks, len(set(fed)) == 1, places or {})
+    # Ranks that are fed the same and share no layer and no sequence repeat each other: the second is another data rank.
     first: dict[object, int] = {}
-    numbers = [first.setdefault(rows, len(first)) for rows in fed]
-    if len(first) == 1 and len(ranks) > 1 and (_are_copies(ranks) or _given_alike(ranks)):
-        numbers = list(range(len(ranks)))
-    data = len(set(numbers))
+    numbers = []
+    for rank, rows in enumerate(fed):
+        repeated = sum(fed[other] == rows and repeats(rank, other) for other in range(rank))
+        numbers.append(first.setdefault((rows, repeated), len(first)))
+    data = len(first)
     model = len(ranks) // max(1, data)
     axes = {"dp": data, "model": model}
     batches = max((len(step.batch_sizes) for run in ranks for step in run.steps), default=1)
     return WorldView(tuple(numbers), {name: degree for name, degree in axes.items() if degree > 1}, batches)
 
 
-def _are_copies(ranks: Sequence[RunRecord]) -> bool:
-    """Whether all ranks hold whole tensors."""
-    cut = any(part.box is not None for run in ranks for part in run.start.parameters.values())
-    return not cut and not _differ_in_shape(ranks)
+def _repeats_of(ranks: Sequence[RunRecord], all_alike: bool, places: Places) -> Callable[[int, int], bool]:
+    """Whether of two ranks that are fed the same one does nothing that the other does not: for pairs of ranks.
+
+    Where there are parts of layers or other samples as well, the ranks are meant to be of several kinds, and what
+    compiled code does with the samples may be one: that is judged only where all modules with parameters are seen.
+
+    Args:
+        all_alike: whether all are fed the same.
+    """
+    others = range(1, len(ranks))
+    plain = all_alike and all(_hold_alike(ranks, 0, other, places) for other in others)
+
+    def repeats(rank: int, other: int) -> bool:
+        one, two = ranks[rank], ranks[other]
+        if not plain and (one.given.unseen or two.given.unseen or not _hold_alike(ranks, rank, other, places)):
+            return False
+        if one.start.gathered and not (one.given.calls and two.given.calls):
+            return False
+        return do_alike(one.given, two.given)
+
+    return repeats
 
 
-def _given_alike(ranks: Sequence[RunRecord]) -> bool:
-    """Whether fully_shard alone has cut the model, over all ranks, and every module is given the same on each."""
-    return bool(ranks[0].given) and all(run.given == ranks[0].given for run in ranks)
+def _hold_alike(ranks: Sequence[RunRecord], rank: int, other: int, places: Places) -> bool:
+    """Whether two ranks compute with the same parameters, after fully_shard has gathered what it has cut."""
+    one, two = ranks[rank].start, ranks[other].start
+
+    def is_alike(name: str) -> bool:
+        if name in one.gathered or name in two.gathered:
+            return one.gathered.get(name) == two.gathered.get(name)
+        (box, mine), (its_box, its) = one.parameters[name], two.parameters[name]
+        if (box or places.get((name, rank))) != (its_box or places.get((name, other))) or mine.shape != its.shape:
+            return False
+        return bool((mine == its).all())
+
+    return one.parameters.keys() == two.parameters.keys() and all(map(is_alike, one.parameters))
 
 
-def _differ_in_shape(ranks: Sequence[RunRecord]) -> bool:
-    """Whether ranks hold parameters that others do not, or others of them."""
-    kinds = [{(n, tuple(part.value.shape)) for n, part in run.start.parameters.items()} for run in ranks]
-    values = {n for run in ranks for n in run.start.parameters}
-    apart = any(
-        run.start.parameters[n].value.shape == ranks[0].start.parameters[n].value.shape
-        and not bool((run.start.parameters[n].value == ranks[0].start.parameters[n].value).all())
-        for run in ranks
-        for n in values
-        if n in run.start.parameters and n in ranks[0].start.parameters
-    )
-    return any(kind != kinds[0] for kind in kinds) or apart
+def say_shared(world: WorldView) -> tuple[str, ...]:
+    """A note on ranks that are fed the same and do not repeat each other; none where every rank has its own samples."""
+    shared = {tuple(some) for rank in range(world.size) if len(some := world.twins(rank)) > 1}
+    told = "; ".join(f"ranks {', '.join(map(str, some))}" for some in sorted(shared))
+    return (SHARED.format(told),) if shared else ()
