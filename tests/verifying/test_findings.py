@@ -1,5 +1,6 @@
 """Findings as values: every kind has a name and a next move, and the JSON object the keys that are frozen."""
 
+import math
 from pathlib import Path
 
 from allranks.verifying.findings import KINDS, OTHER, found
@@ -23,6 +24,10 @@ def test_the_keys_of_the_json_object() -> None:
         "next": KINDS["S9"].next,
     }
     assert str(finding.verdict).splitlines()[0] == f"every gradient differs (S9: {KINDS['S9'].name})"
+
+
+def test_an_error_that_is_no_number_is_left_out() -> None:
+    assert [found("S9", "x", error=error).error for error in (0.5, math.inf, math.nan, None)] == [0.5, None, None, None]
 
 
 def test_the_page_lists_the_kinds_as_they_are() -> None:

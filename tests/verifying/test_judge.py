@@ -1,5 +1,6 @@
 """From records to findings: nothing for what is equal, and for each injected difference its kind, step and factor."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
 
@@ -346,3 +347,26 @@ def test_a_rank_without_samples_reports_none() -> None:
     for step in ranks[2].steps:
         step.rows, step.draws = [], []
     assert judge(Evidence(OneDevice(one, [one]), ranks, WorldView((0, 1, 2), {"dp": 3}))) == []
+
+
+def infinite_loss(ranks: list[RunRecord]) -> None:
+    ranks[0].steps[0].loss = math.inf
+
+
+def infinite_metric(ranks: list[RunRecord]) -> None:
+    for run in ranks:
+        run.evaluation = {"accuracy": math.inf}
+
+
+def norms(value: float) -> Change:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            run.steps[0].norm = value
+
+    return change
+
+
+@pytest.mark.parametrize("change", [infinite_loss, infinite_metric, norms(math.inf), norms(1e200), norms(math.nan)])
+def test_what_is_infinite_is_a_finding_that_json_can_hold(change: Change) -> None:
+    (finding,) = judge(evidence(change))
+    assert finding.factor == "" and json.dumps(finding.to_json(), allow_nan=False)

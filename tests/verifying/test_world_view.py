@@ -23,7 +23,7 @@ def test_factors_in_words() -> None:
     assert world.in_words(3.0) == "data ranks = 3" and world.in_words(1 / 3) == "1/data ranks = 1/3"
     assert world.in_words(2.0) == "tp = 2" and world.in_words(6.0) == "world size = 6"
     assert world.in_words(0.2) == "1/micro-batches = 1/5" and world.in_words(1.5) == 1.5
-    assert world.in_words(math.nan) == ""
+    assert all(world.in_words(factor) == "" for factor in (math.nan, math.inf, -math.inf))
     assert (
         world.is_count(9.0, 3) and world.is_count(1 / 3, 3) and not world.is_count(1.5, 3) and not world.is_count(1, 1)
     )

@@ -1,5 +1,6 @@
 """What is found: a Verdict with the tensor, the axis and the factor; and the kinds of silent wrongness by number."""
 
+import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -109,7 +110,7 @@ def found(
     error: float | None = None,
     next: str = "",
 ) -> Finding:
-    """A Finding of one of KINDS; `next` where another than the kind's own helps more."""
+    """A Finding of one of KINDS; `next` where another than the kind's own helps more. An infinite `error` is none."""
     number = "" if kind == OTHER else f" ({kind}: {KINDS[kind].name})"
     verdict = Verdict(kind, f"{what}{number}", tuple(evidence), next or KINDS[kind].next)
-    return Finding(verdict, tensor, axis, factor, step, error)
+    return Finding(verdict, tensor, axis, factor, step, None if error is None or not math.isfinite(error) else error)

@@ -233,6 +233,6 @@ def _finding(
         axis=axis,
         factor=factor,
         step=step,
-        error=None if math.isinf(first.relative) else first.relative,
+        error=first.relative,
         next=next,
     )

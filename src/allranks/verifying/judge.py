@@ -136,7 +136,8 @@ def _norms(evidence: Evidence, step: int) -> list[Finding]:
     if not off:
         return []
     _, norm = next(iter(off.items()))
-    square = (norm or 0.0) ** 2 / one.norm**2 if one.norm else math.nan
+    times = (norm or 0.0) / one.norm if one.norm else math.nan
+    square = times * times  # infinite where ** would raise
     told = {rank: record.norm or 0.0 for rank, record in enumerate(ranks)}
     alike = max(told.values()) - min(told.values()) <= allowed
     axis = (

@@ -106,7 +106,7 @@ def explain_parameters(evidence: Evidence, step: int, off: Sequence[Mismatch]) -
     return [
         found(kind, f"step {step}: {what}: {few(names)}", *lines, tensor=first.name, axis=axis,
               factor="" if still else world.in_words(first.factor, axis), step=step,
-              error=None if math.isinf(first.relative) else first.relative, next=advice)
+              error=first.relative, next=advice)
     ]  # fmt: skip
 
 

@@ -146,12 +146,12 @@ class WorldView:
         return math.prod(self.axes.get(name, 1) for name in names)
 
     def in_words(self, factor: float, axis: str = "") -> str | float:
-        """A factor as a number of ranks or micro-batches where it is one, else as it is.
+        """A factor as a number of ranks or micro-batches where it is one, else as it is; "" where it is no number.
 
         Args:
             axis: over which something is off: its own number is the one that is meant, where several are equal.
         """
-        if math.isnan(factor):
+        if not math.isfinite(factor):
             return ""
         for said, value in self._numbers(axis):
             inverse = f"1/({said})" if " or " in said else f"1/{said}"
