@@ -66,11 +66,14 @@ def test_copies_of_what_several_ranks_hold() -> None:
 
 
 def test_a_part_that_was_cut_by_hand_is_found_by_its_values() -> None:
-    assert locate("w", WHOLE, Part(None, WHOLE[:, 1:3].clone())) == Box((0, 1), (4, 2))
-    assert locate("w", WHOLE, Part(None, WHOLE[:, 1:3] + 5)) is None
-    assert locate("w", WHOLE, Part(None, WHOLE)) == Box.whole((4, 3))
-    assert locate("w", WHOLE, Part(TOP, WHOLE[:2])) == TOP
-    assert locate("w", WHOLE, Part(None, WHOLE[0])) is None
+    assert locate(WHOLE, Part(None, WHOLE[:, 1:3].clone())) == [Box((0, 1), (4, 2))]
+    assert locate(WHOLE, Part(None, WHOLE[:, 1:3] + 5)) == []
+    assert locate(WHOLE, Part(None, WHOLE)) == [Box.whole((4, 3))]
+    assert locate(WHOLE, Part(TOP, WHOLE[:2])) == [TOP]
+    assert locate(WHOLE, Part(None, WHOLE[0])) == locate(WHOLE, Part(None, torch.ones(5, 3))) == []
+    assert locate(torch.zeros(3), Part(None, torch.zeros(2))) == [Box((0,), (2,)), Box((1,), (2,))]
+    twice = torch.tensor([1.0, 2.0, 1.0, 3.0])
+    assert locate(twice, Part(None, twice[2:])) == [Box((2,), (2,))]
 
 
 def test_rounding_widens_the_bound() -> None:

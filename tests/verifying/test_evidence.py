@@ -2,6 +2,8 @@
 
 import torch
 
+from allranks.parameter_map import Box
+from allranks.verifying.assembly import compare_parts
 from allranks.verifying.evidence import describe, few, largest
 from allranks.verifying.recording import Part, RunRecord
 from tests.verifying.records import evidence, parts
@@ -43,6 +45,9 @@ def test_words() -> None:
     assert describe(mismatch, "gradient of", found.world) == (
         f"{said}; it is 1/data ranks = 1/2 times what one device has"
     )
+    held = [{"w": Part(Box((0,), (2,)), torch.ones(2))}, {}]
+    (mismatch,) = compare_parts(held, {"w": Part(None, torch.ones(3))}, (), {})
+    assert describe(mismatch, "parameter", found.world) == "parameter w is in part on no rank"
     assert few(["a", "b", "c"]) == "a, b, c" and few(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
     assert largest(parts()) == 6.0 and largest({"w": Part(None, torch.empty(0))}) == 0.0
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from allranks.parameter_map import Box
+from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge
-from allranks.verifying.recording import Part, RunRecord
+from allranks.verifying.recording import OneDevice, Part, RunRecord, Start, StepRecord
 from allranks.verifying.start_causes import places_of, unplaced
+from allranks.verifying.world_view import view_of
 from tests.verifying.records import VALUES, evidence, one_device, two_ranks
 
 
@@ -92,3 +94,55 @@ def test_places_of_what_was_cut_by_hand() -> None:
     ranks[0].start.parameters["new"] = Part(None, torch.ones(1))
     del ranks[0].start.parameters["weight"]
     assert "rank 0 has a parameter new" in unplaced(one, ranks, places)
+
+
+DRAWN = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.25, 4.0, -1.0, 2.0]], dtype=torch.float64)
+"""Gradients of two steps."""
+
+
+def constant(gradients: torch.Tensor, rows: int) -> RunRecord:
+    """A run whose bias begins with zeros."""
+    start = Start(parameters={"b": Part(None, torch.zeros(len(gradients[0]), dtype=torch.float64))})
+    steps = [StepRecord(rows=[rows], gradients={"b": Part(None, gradient)}) for gradient in gradients]
+    return RunRecord(start=start, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("held", "rows", "factor", "first", "expected"),
+    [
+        ((0, 2), (1, 1), 1.0, 1.0, (0, 2)),
+        ((2, 0), (1, 1), 1.0, 1.0, (2, 0)),  # whatever the order of the ranks
+        ((2, 0), (1, 1), 1.0, 0.0, (2, 0)),  # nothing flows back to it in the first step
+        ((0, 0, 2, 2), (1, 2, 1, 2), 1.0, 1.0, (0, 0, 2, 2)),
+        # Gradients that are wrong tell nothing: ranks that are fed the same follow each other, or all do.
+        ((0, 2), (1, 1), 2.0, 1.0, (0, 2)),
+        ((0, 0, 2, 2), (1, 2, 1, 2), 2.0, 1.0, (0, 0, 2, 2)),
+        ((0, 2, 0, 2), (1, 1, 2, 2), 2.0, 1.0, (0, 2, 0, 2)),
+        ((0, 2, 0, 2), (1, 1, 1, 1), 2.0, 1.0, (0, 2, 0, 2)),
+        ((0, 2), (1, 2), 2.0, 1.0, (0, 2)),
+        ((0, 2), (1, 1), 0.0, 0.0, (0, 2)),  # frozen
+    ],
+)
+def test_parts_that_begin_alike_are_told_by_their_gradients_and_by_the_order_of_ranks(
+    held: tuple[int, ...], rows: tuple[int, ...], factor: float, first: float, expected: tuple[int, ...]
+) -> None:
+    whole = DRAWN * torch.tensor([[first], [1.0]], dtype=torch.float64)
+    parts = [whole[:, place : place + 2] * factor for place in held]
+    ranks = [constant(part, some) for part, some in zip(parts, rows, strict=True)]
+    places = places_of(constant(whole, 1), ranks)
+    assert [places["b", rank].offset for rank in range(len(held))] == [(place,) for place in expected]
+
+
+def test_a_layer_that_is_cut_by_hand_may_begin_with_zeros() -> None:
+    def findings(factor: float) -> list[str]:
+        one, ranks = one_device(), two_ranks()
+        for run, place in ((one, slice(0, 2)), (ranks[0], slice(0, 1)), (ranks[1], slice(1, 2))):
+            times = 1.0 if run is one else factor
+            run.start.parameters["cut"] = Part(None, torch.zeros(2)[place].double())
+            for step, gradient in zip(run.steps, DRAWN, strict=True):
+                step.raw["cut"] = step.gradients["cut"] = Part(None, gradient[:2][place] * times)
+                step.parameters["cut"] = Part(None, -gradient[:2][place])
+        held = Evidence(OneDevice(one, [one]), ranks, view_of(ranks), places_of(one, ranks))
+        return [finding.verdict.kind for finding in judge(held)]
+
+    assert findings(1.0) == [] and findings(2.0) == ["S16"]

@@ -14,6 +14,7 @@ RELATIVE = 1e-12
 OF_LARGEST = 1e-14
 TIMES_ROUNDING = 32.0  # how much further than what rounding was seen to do a right program may be off
 MOST = 0.1  # of the largest value, and no further: a factor of 9/8, one rank of 9 counted as 8, is never rounding
+SAME = 1e-6  # relative: as far apart may be a part's initial value and the place that it was cut from
 AS_ZERO = 0.01  # of the largest of all tensors: less than that may be zero but for rounding
 
 
@@ -31,6 +32,7 @@ class Mismatch:
         factors: rank -> found / expected, where one factor explains that rank's part; nan where none does.
         agree: whether ranks that hold the same part hold the same.
         missing: nobody has it.
+        missing_part: nobody has some of it.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Mismatch:
     factors: Mapping[int, float]
     agree: bool
     missing: bool = False
+    missing_part: bool = False
 
     @property
     def relative(self) -> float:
@@ -58,25 +61,30 @@ class Mismatch:
 Places = Mapping[tuple[str, int], Box]
 
 
-def locate(name: str, whole: torch.Tensor, part: Part) -> Box | None:
-    """Where a part lies in the whole tensor, by its box or by its values; None where that cannot be seen."""
+def locate(whole: torch.Tensor, part: Part) -> list[Box]:
+    """Where a part may lie in the whole tensor: at its box, or wherever its values are; [] where that cannot be seen.
+
+    Values that repeat, as the zeros that a bias begins with, are in several places.
+    """
     if part.box is not None:
-        return part.box
+        return [part.box]
     shape, own = tuple(whole.shape), tuple(part.value.shape)
     if shape == own:
-        return Box.whole(shape)
+        return [Box.whole(shape)]
     if len(shape) != len(own):
-        return None
+        return []
     dims = [dim for dim in range(len(shape)) if shape[dim] != own[dim]]
     if len(dims) != 1 or own[dims[0]] > shape[dims[0]] or not own[dims[0]]:
-        return None
-    dim, extent = dims[0], own[dims[0]]
-    for start in range(0, shape[dim] - extent + 1):
-        if torch.allclose(whole.narrow(dim, start, extent), part.value.to(whole.dtype), rtol=1e-6, atol=0.0):
-            offset = [0] * len(shape)
-            offset[dim] = start
-            return Box(tuple(offset), own)
-    return None
+        return []
+    (dim,), value = dims, part.value.to(whole.dtype)
+    # Where its first slice is, the others may follow.
+    first = torch.isclose(whole, value.narrow(dim, 0, 1), rtol=SAME, atol=0.0).movedim(dim, 0)
+    starts = first.reshape(shape[dim], -1).all(1)[: shape[dim] - own[dim] + 1].nonzero().flatten().tolist()
+    return [
+        Box((0,) * dim + (start,) + (0,) * (len(shape) - dim - 1), own)
+        for start in starts
+        if torch.allclose(whole.narrow(dim, start, own[dim]), value, rtol=SAME, atol=0.0)
+    ]
 
 
 def moved_by(expected: torch.Tensor, variants: Iterable[torch.Tensor | None]) -> float:
@@ -173,8 +181,9 @@ def _compare(
             error = max(error, worst)
     missing = not bool(covered.all()) and whole.numel() > 0
     if missing:
-        error = math.inf if bool(covered.any()) else size
-        return Mismatch(name, tuple(off), error, bound, size, factors, agree, missing=not bool(covered.any()))
+        some = bool(covered.any())
+        error = math.inf if some else size
+        return Mismatch(name, tuple(off), error, bound, size, factors, agree, missing=not some, missing_part=some)
     return Mismatch(name, tuple(off), error, bound, size, factors, agree) if off else None
 
 

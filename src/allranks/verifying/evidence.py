@@ -156,6 +156,8 @@ def describe(mismatch: Mismatch, what: str, world: WorldView, axis: str = "") ->
     """A difference in words: by how much, by which factor (over an axis), on which ranks."""
     if mismatch.missing:
         return f"{what} {mismatch.name} is on no rank; on one device its largest is {mismatch.size:.3g}"
+    if mismatch.missing_part:
+        return f"{what} {mismatch.name} is in part on no rank"
     factor = world.in_words(mismatch.factor, axis)
     times = f"; it is {factor} times what one device has" if factor != "" else ""
     where = "" if len(mismatch.ranks) == world.size else f" on rank {', '.join(map(str, mismatch.ranks))}"

@@ -1,6 +1,7 @@
 """What differs before the first step: initial values, tied tensors, buffers, what the optimizer holds."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import torch
 
@@ -8,19 +9,65 @@ from allranks.parameter_map import Box
 from allranks.verifying.assembly import Mismatch, compare_parts, locate
 from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import Finding, found
-from allranks.verifying.recording import Parts, RunRecord, Start
+from allranks.verifying.recording import Parts, RunRecord, Start, StepRecord
+
+OF_GRADIENT = 1e-3  # of a tensor's largest gradient: those of another place are further off
 
 
 def places_of(one: RunRecord, ranks: Sequence[RunRecord]) -> dict[tuple[str, int], Box]:
-    """Where the parts lie that were cut by hand, by their initial values."""
-    found_at = {}
-    for rank, run in enumerate(ranks):
-        for name, part in run.start.parameters.items():
-            whole = one.start.parameters.get(name)
-            box = None if whole is None else locate(name, whole.value, part)
-            if box is not None and part.box is None:
-                found_at[name, rank] = box
+    """Where the parts lie that were cut by hand, by their initial values.
+
+    Where several places have these (zeros, ones), those are left in which a part's gradients are one device's through
+    the most first steps; and of these each rank has the next one behind the last, in the order of the ranks.
+    """
+    may = {
+        (name, rank): locate(one.start.parameters[name].value, part)
+        for rank, run in enumerate(ranks)
+        for name, part in run.start.parameters.items()
+        if part.box is None and name in one.start.parameters
+    }
+    found_at = {key: boxes[0] for key, boxes in may.items() if len(boxes) == 1}
+    for name in dict.fromkeys(name for (name, _), boxes in may.items() if len(boxes) > 1):
+        holders = [rank for rank in range(len(ranks)) if may.get((name, rank))]
+        for group in _fed_alike(ranks, holders):
+            left = [_by_gradients(name, one, ranks[rank], may[name, rank]) for rank in group]
+            found_at |= {(name, rank): box for rank, box in zip(group, _one_behind_the_other(left), strict=True)}
     return found_at
+
+
+def _fed_alike(ranks: Sequence[RunRecord], some: Sequence[int]) -> list[list[int]]:
+    """Ranks in groups that were fed the same samples; all of them together where each has its own."""
+    groups: dict[object, list[int]] = {}
+    for rank in some:
+        groups.setdefault(tuple(tuple(sorted(step.rows)) for step in ranks[rank].steps), []).append(rank)
+    return [*groups.values()] if len(groups) < len(some) else [[*some]]
+
+
+def _by_gradients(name: str, one: RunRecord, run: RunRecord, boxes: Sequence[Box]) -> list[Box]:
+    """Of places those in which a rank's gradients of a part are one device's through the most first steps."""
+
+    def is_there(box: Box, alone: StepRecord, step: StepRecord) -> bool:
+        due, own = (alone.raw or alone.gradients).get(name), (step.raw or step.gradients).get(name)
+        if due is None or own is None or tuple(own.value.shape) != box.shape or not own.value.numel():
+            return True
+        apart = (own.value.to(due.value.dtype) - due.value[box.place(tuple(due.value.shape))]).abs().max()
+        return bool(apart <= OF_GRADIENT * due.value.abs().max())
+
+    def steps(box: Box) -> int:
+        return sum(takewhile(bool, (is_there(box, *both) for both in zip(one.steps, run.steps, strict=False))))
+
+    counts = [steps(box) for box in boxes] if len(boxes) > 1 else [0]
+    return [box for box, count in zip(boxes, counts, strict=True) if count == max(counts)]
+
+
+def _one_behind_the_other(may: Sequence[Sequence[Box]]) -> list[Box]:
+    """One place for each part: the first behind the last part's, or at the beginning again."""
+    found_here: list[Box] = []
+    for boxes in may:
+        behind = [box for box in boxes if found_here and box.intersect(found_here[-1]) is None]
+        later = [box for box in behind if box.offset > found_here[-1].offset]
+        found_here.append((later or boxes)[0])
+    return found_here
 
 
 def unplaced(one: RunRecord, ranks: Sequence[RunRecord], places: Mapping[tuple[str, int], Box]) -> str:
