@@ -84,6 +84,16 @@ def test_bad_input_is_one_line_and_2(arguments: list[str], told: str, capsys: Ca
     assert out == "" and err.startswith("allranks: error: ") and told in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("words", [[], ["--json"], ["--calibrate"]])
+def test_cuda_where_there_is_none_is_one_line_and_2(
+    words: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with patch.object(launching, "launch", nobody):
+        assert main(["doctor", "--device", "cuda", *words]) == 2
+    assert "--device cuda, but torch sees no CUDA device; take --device cpu" in "".join(capsys.readouterr())
+
+
 def test_a_place_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").write_text("")
     with patch.object(launching, "launch", nobody):

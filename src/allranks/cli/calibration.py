@@ -20,6 +20,7 @@ LIMIT_SECONDS, QUICK_LIMIT_SECONDS = 300.0, 120.0
 """After which a process that still measures ends itself, with where it stood on standard error."""
 
 MOST_PROCESSES = 64
+NO_GPU = "--device cuda, but torch sees no CUDA device; take --device cpu, or see what nvidia-smi says"
 
 
 @final
@@ -51,9 +52,7 @@ def choose_start(requested: str, nproc: int | None, output: Path | None) -> Star
 
     num_gpus = torch.cuda.device_count() if requested != "cpu" else 0
     if requested == "cuda" and num_gpus == 0:
-        raise ConfigError(
-            "--device cuda, but torch sees no CUDA device; take --device cpu, or see what nvidia-smi says"
-        )
+        raise ConfigError(NO_GPU)
     if num_gpus and nproc is not None and nproc > num_gpus:
         raise ConfigError(f"--nproc {nproc}, but torch sees {num_gpus} GPUs and a figure of shared ones misleads")
     count = nproc or num_gpus or min(look().cores, MOST_PROCESSES)

@@ -56,15 +56,18 @@ def doctor(
 
 
 def _describe(device: str, *, json: bool) -> int:
-    """What this machine is: one verdict, which judges nothing yet."""
+    """What this machine is: one verdict, which judges nothing yet. ConfigError: there is no CUDA device to describe."""
     with stdout_kept_free(json):
         import torch
         import torch.distributed as dist
 
+        from allranks.cli.calibration import NO_GPU
         from allranks.planning.this_machine import calibrated_files, look
 
         facts, measured = look(), [str(path) for path in calibrated_files()]
         gpus = _names_of_gpus(needed=device != "cpu")
+    if device == "cuda" and not gpus:
+        raise ConfigError(NO_GPU)
     backends = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
     used = "cuda" if gpus and device != "cpu" else "cpu"
     verdict = Verdict(
