@@ -13,9 +13,15 @@ from allranks.reporting.compared import compare_runs
 from allranks.run import Run
 
 
-def make(root: Path, losses: Sequence[float | str], *overrides: str, ledgers: str = "abcdefgh") -> Run:
+def make(
+    root: Path,
+    losses: Sequence[float | str],
+    *overrides: str,
+    ledgers: str = "abcdefgh",
+    task: str = "digits.py:Digits",
+) -> Run:
     config = resolve_config(task_defaults={}, toml=None, overrides=["train.steps=4", *overrides])
-    run = Run.create(root, "Digits", config, {"task": "digits.py:Digits"})
+    run = Run.create(root, "Digits", config, {"task": task})
     lines: list[dict[str, Any]] = [{"event": "start", "attempt": 1}]
     for at, loss in enumerate(losses):
         told = {"loss": loss} if isinstance(loss, float) else {"loss_text": loss}
@@ -50,6 +56,15 @@ def test_other_samples_and_another_config(tmp_path: Path) -> None:
     assert [(one.what, one.step, one.second) for one in found.partings] == [("ledger", 3, "X" * 16)]
     assert dict(found.config) == {"train.seed": (0, 1)}
     assert found.to_json()["config"] == {"train.seed": [0, 1]}
+
+
+def test_runs_of_two_tasks_are_told(tmp_path: Path) -> None:
+    first = make(tmp_path, [4.0])
+    found = compare_runs(first, make(tmp_path, [4.0], task="words.py:Words"))
+    assert "They are runs of two Tasks: digits.py:Digits and words.py:Words." in found.render()
+    assert found.to_json()["tasks"] == ["digits.py:Digits", "words.py:Words"]
+    same = compare_runs(first, make(tmp_path, [4.0]))
+    assert same.to_json()["tasks"] == [] and "Tasks" not in same.render()
 
 
 def test_settings_that_json_has_no_word_for_are_told_as_text(tmp_path: Path) -> None:

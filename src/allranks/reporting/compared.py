@@ -47,6 +47,7 @@ class ComparedRuns:
         num_steps: that both have made; the last of them is `last_step`, 0 where there is none.
         partings: in the order of the steps; empty where all that was compared is the same.
         config: full key -> (in the first, in the second), for keys that differ.
+        tasks: (of the first, of the second) where they are runs of two, each by its file, or as it was named; else ().
     """
 
     first: str
@@ -55,6 +56,7 @@ class ComparedRuns:
     last_step: int
     partings: tuple[Parting, ...]
     config: Mapping[str, tuple[object, object]]
+    tasks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON values; a number that is not finite becomes its name ("nan")."""
@@ -65,6 +67,8 @@ class ComparedRuns:
     def render(self) -> str:
         """In words: where they part, then why that may be."""
         lines = [f"first   {self.first}", f"second  {self.second}", ""]
+        if self.tasks:
+            lines.append(f"They are runs of two Tasks: {self.tasks[0]} and {self.tasks[1]}.")
         if not self.num_steps:
             lines.append("There is no step that both have made.")
         elif not self.partings:
@@ -97,6 +101,7 @@ def compare_runs(first: Run, second: Run) -> ComparedRuns:
         last_step=steps[-1] if steps else 0,
         partings=tuple(sorted(found, key=lambda parting: (parting.step, parting.limit))),
         config=changed_keys(first.config(), second.config()),
+        tasks=(first.task, second.task) if first.task != second.task else (),
     )
 
 
