@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from allranks.errors import LayoutError
 from allranks.layout import Layout
@@ -422,3 +423,127 @@ class Catching(Model):
 def test_user_code_does_not_catch_the_end_of_a_stage() -> None:
     output, _ = through(ranks(kind=Catching), torch.arange(4))
     assert torch.equal(output, made(Catching)(torch.arange(4)))
+
+
+class Checkpointing(Model):
+    """Its blocks are computed again in the backward, by the model's own code."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        hidden = self.embedding(x) * scale
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, x > 3, use_reentrant=self.reentrant)
+        found: torch.Tensor = self.head(self.norm(hidden))
+        return found
+
+
+class Reentrant(Checkpointing):
+    reentrant = True
+
+
+class BySegments(Checkpointing):
+    """One segment holds a block of either stage, and what the forward does between them."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        def middle(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = self.blocks[1](hidden, mask=x > 3) * scale
+            found: torch.Tensor = self.blocks[2](hidden, mask=x > 3)
+            return found
+
+        hidden = self.blocks[0](self.embedding(x) * scale, mask=x > 3)
+        hidden = self.blocks[3](checkpoint(middle, hidden, use_reentrant=False), mask=x > 3)
+        found: torch.Tensor = self.head(self.norm(hidden))
+        return found
+
+
+class ToAllAgain(LearnsToo):
+    """Later blocks get zeros for what came with the first one, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(x)
+        near, hidden, ranks = memory[..., :1] > 0, self.embedding(x), memory.argmax(-1)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, near, memory=memory, ranks=ranks, use_reentrant=False)
+        found: torch.Tensor = self.head(hidden)
+        return found
+
+
+def gradients_through(pipelines: list[Pipeline], *arguments: Any) -> dict[str, torch.Tensor]:
+    """Of every parameter, summed over the ranks, after forward and backward of all stages."""
+    _, passed = through(pipelines, *arguments)
+    gradients: Any = None
+    for received, sent in reversed(passed):
+        if gradients is None:
+            sent.sum().backward()
+        else:
+            pairs = [(t, g) for t, g in zip(sent, gradients, strict=True) if t.requires_grad]
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        gradients = [t.grad for t in received]
+    named = [dict(pipeline.module.named_parameters(remove_duplicate=False)) for pipeline in pipelines]
+    return {
+        name: torch.stack([n[name].grad for n in named if n[name].grad is not None]).sum(0)  # type: ignore[misc]
+        for name in named[0]
+    }
+
+
+@pytest.mark.parametrize("kind", [Checkpointing, BySegments, ToAllAgain])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_what_the_model_checkpoints_is_computed_again_with_what_was_received(
+    kind: type[nn.Module], schedule: str
+) -> None:
+    tokens = torch.arange(8).reshape(2, 4)
+    model = made(kind)
+    model(tokens).sum().backward()
+    found = gradients_through(ranks(schedule, kind=kind), tokens)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert parameter.grad is not None
+        assert torch.allclose(found[name], parameter.grad, atol=1e-6), name
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_around_the_begin_of_a_stage_is_refused() -> None:
+    tokens = torch.arange(8).reshape(2, 4)
+    with pytest.raises(LayoutError, match=r"blocks\.2 is checkpointed .*use_reentrant=True, .*say use_reentrant=False"):
+        through(ranks(kind=Reentrant), tokens)
+    with torch.no_grad():
+        first, last = ranks(kind=Reentrant)
+        for pipeline in (first, last):
+            pipeline.crossings = {1: (0,)}
+        output, _ = through([first, last], tokens)  # nothing is learnt here
+    assert torch.equal(output, made(Reentrant)(tokens))
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint that somebody has written: its second run has no context."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> Any:
+        ctx.block = block
+        ctx.save_for_backward(hidden, mask)
+        with torch.no_grad():
+            return block(hidden, mask)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Any) -> Any:
+        hidden, mask = ctx.saved_tensors
+        with torch.enable_grad():
+            output = ctx.block(hidden.detach().requires_grad_(), mask)
+        torch.autograd.backward(output, *gradient)
+
+
+class Foreign(Model):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        hidden = self.embedding(x) * scale
+        hidden = Again.apply(self.blocks[0], hidden, x > 3)  # type: ignore[no-untyped-call]
+        for block in self.blocks[1:]:
+            hidden = block(hidden, mask=x > 3)
+        found: torch.Tensor = self.head(self.norm(hidden))
+        return found
+
+
+def test_what_other_code_computes_again_is_refused() -> None:
+    first, _ = ranks(kind=Foreign)
+    (sent,) = first.run(0, (torch.arange(8).reshape(2, 4),), ())
+    with pytest.raises(LayoutError, match=r"blocks\.0 is computed again .* by other code than torch"):
+        sent.sum().backward()

@@ -13,8 +13,9 @@ from allranks.errors import LayoutError, ProcessError
 from allranks.layout import Layout
 from allranks.parallel import stage_schedule
 from allranks.parallel.mesh import build_mesh
-from allranks.parallel.pipeline import Payload, Pipeline
+from allranks.parallel.pipeline import Pipeline
 from allranks.parallel.stage_plan import plan_stages
+from allranks.parallel.stage_run import Payload
 from allranks.parallel.stage_schedule import CLASSES, Scheduler
 from allranks.parallel.stage_transport import Transport, signature_of
 from tests.distributed.pool import Pools

@@ -21,20 +21,21 @@ from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
 from allranks.parallel.attribute_reads import AttributeReads
+from allranks.parallel.block_watch import in_backward
 from allranks.parallel.dependence import Dependence
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.own_checkpoints import keep_contexts, runs_again
 from allranks.parallel.stage_plan import StagePlan
+from allranks.parallel.stage_run import Payload, StageRun, current_run, running
 from allranks.parallel.stand_in import StandIns, is_floating, on_meta
-
-Payload = tuple[torch.Tensor, ...]
 
 
 class _Left(BaseException):
     """Ends a forward where the next stage begins. No Exception: user code may catch those."""
 
-    def __init__(self, payload: Payload) -> None:
+    def __init__(self, run: StageRun, payload: Payload) -> None:
         super().__init__()
-        self.payload = payload
+        self.run, self.payload = run, payload
 
 
 @final
@@ -64,12 +65,7 @@ class Pipeline:
         self.stages = tuple(s for s in range(plan.num_stages) if layout.stage_rank(s) == mesh.coordinate("pp"))
         self.crossings: dict[int, tuple[int, ...]] = {}
         self._rank = mesh.coordinate("pp")
-        self._stage: int | None = None
-        self._live = self._left = False  # whether what runs is this stage's; whether the next one's has been called
-        self._received: Payload = ()
-        self._replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> (zeros, what was received for them)
         self._stand_ins = StandIns()
-        self._dependence: Dependence | None = None
         self._followed: set[int] = set()
         self.wrong = ""
         self._reads = AttributeReads(self._note)
@@ -78,6 +74,7 @@ class Pipeline:
         self._common = [member for name, member in module.named_modules() if self._spans(name)]
         self.ranks, self._present = self._find_ranks(layout.stage_rank)
         self._install()
+        keep_contexts()
 
     def is_absent(self, tensor: torch.Tensor) -> bool:
         """Whether this rank holds nothing of a parameter or buffer, as it was built."""
@@ -94,23 +91,20 @@ class Pipeline:
             arguments: of the module's forward, a tuple or a mapping.
             received: what the stage before sends on; () for the first.
         """
-        self._stage, self._received, self._live, self._left = stage, received, stage == 0, False
-        followed = self._dependence = Dependence() if torch.is_grad_enabled() and stage not in self._followed else None
+        followed = Dependence() if torch.is_grad_enabled() and stage not in self._followed else None
+        run = StageRun(stage, received, followed)
         self._reads.begin(self._computed(stage) if followed is not None else ())
-        try:
-            with _buffers_kept(self._common if stage != self.stages[0] else ()), followed or nullcontext():
-                if followed is not None and self._live:
-                    followed.begin(())
-                output = self._call(arguments)
-            if self._live and self._left == (stage != self.last):
-                if followed is not None:
-                    self._followed.add(stage)
-                    self._note(followed.wrong)
-                return output
-        finally:
-            self._stage, self._received, self._dependence = None, (), None
-            self._replaced.clear()
-        missing = self.plan.points[stage if self._live else stage - 1]
+        kept = _buffers_kept(self._common if stage != self.stages[0] else ())
+        with running(run), kept, followed or nullcontext():
+            if followed is not None and run.live:
+                followed.begin(())
+            output = self._call(arguments)
+        if run.live and run.left == (stage != self.last):
+            if followed is not None:
+                self._followed.add(stage)
+                self._note(followed.wrong)
+            return output
+        missing = self.plan.points[stage if run.live else stage - 1]
         raise LayoutError(
             f"the forward ended and had not called {missing}, where a stage of the pipeline begins: cut the model "
             "elsewhere with hints().split_before, or use another layout"
@@ -179,7 +173,7 @@ class Pipeline:
             try:
                 return forward(*args, **kwargs)
             except _Left as left:
-                self._left = True
+                left.run.left = True
                 return left.payload
 
         self.module.forward = until_left
@@ -189,45 +183,46 @@ class Pipeline:
         twin = on_meta(member)
 
         def door(*args: Any, **kwargs: Any) -> Any:
-            if self._stage is None:
+            run = current_run()
+            if run is None:
+                _check_outside(name)
                 return member._call_impl(*args, **kwargs)
-            if self._dependence is None:
-                return self._pass(name, member, twin, args, kwargs)
-            with self._dependence.paused():
-                output = self._pass(name, member, twin, args, kwargs)
-                self._dependence.mark(output, given=(args, kwargs))
+            if run.dependence is None or run.over:
+                return self._pass(run, name, member, twin, args, kwargs)
+            with run.dependence.paused():
+                output = self._pass(run, name, member, twin, args, kwargs)
+                run.dependence.mark(output, given=(args, kwargs))
                 return output
 
         # torch's own place for another way to call a module, asked before its hooks.
         member._compiled_call_impl = door
 
-    def _pass(self, name: str, member: nn.Module, twin: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _pass(self, run: StageRun, name: str, member: nn.Module, twin: nn.Module, args: Any, kwargs: Any) -> Any:
         """A call of `member` in the stage that runs."""
-        stage, begins = self._stage, self._begins.get(id(member))
-        assert stage is not None
-        args, kwargs = self._with_received(args, kwargs)
-        if begins is not None and begins == stage + 1 and self._live:
-            raise _Left(self._leave(begins, args, kwargs))
+        stage, begins, first = run.stage, self._begins.get(id(member)), not run.over
+        args, kwargs = run.replace(name, args, kwargs)
+        if begins is not None and begins == stage + 1 and run.live and first:
+            raise _Left(run, self._leave(run, begins, args, kwargs))
         if begins == stage:
-            args, kwargs = self._enter(stage, args, kwargs)
+            args, kwargs = self._enter(run, name, args, kwargs)
         if stage in self._homes[id(member)]:
-            if self._dependence is not None:
-                self._dependence.check_call(name, pytree.tree_leaves((args, kwargs)))
+            if run.dependence is not None and first:
+                run.dependence.check_call(name, pytree.tree_leaves((args, kwargs)))
             return member._call_impl(*args, **kwargs)
-        if self._live:
+        if run.live and first:
             raise LayoutError(
                 f"{name} is called in stage {stage} of the pipeline and registered among the modules of stage "
                 f"{min(self._homes[id(member)])}: register modules in the order of their use, or cut the model "
                 "elsewhere with hints().split_before"
             )
-        if self._dependence is not None:
+        if run.dependence is not None and first:
             self._reads.watch(name, member)
         return self._stand_ins.make(name, twin, member.training, args, kwargs)
 
-    def _leave(self, stage: int, args: Any, kwargs: Any) -> Payload:
+    def _leave(self, run: StageRun, stage: int, args: Any, kwargs: Any) -> Payload:
         leaves = pytree.tree_leaves((args, kwargs))
-        if stage not in self.crossings and self._dependence is not None:
-            self.crossings[stage] = self._choose(self.plan.points[stage - 1], leaves, self._dependence)
+        if stage not in self.crossings and run.dependence is not None:
+            self.crossings[stage] = self._choose(self.plan.points[stage - 1], leaves, run.dependence)
         return tuple(leaves[place] for place in self.crossings.get(stage, ()))
 
     def _choose(self, point: str, leaves: Sequence[Any], dependence: Dependence) -> tuple[int, ...]:
@@ -243,24 +238,25 @@ class Pipeline:
         depends = [dependence.holds(leaf) or (is_floating(leaf) and leaf.requires_grad) for leaf in leaves]
         return tuple(place for place, sent in enumerate(depends) if sent) or (floating[0],)
 
-    def _with_received(self, args: Any, kwargs: Any) -> Any:
-        """The arguments with what was received in place of the zeros that the forward still has for it."""
-        leaves, spec = pytree.tree_flatten((args, kwargs)) if self._replaced else ([], None)
-        if spec is None or not any(id(leaf) in self._replaced for leaf in leaves):
-            return args, kwargs  # the very objects: a block may change them
-        found = [self._replaced[id(leaf)][1] if id(leaf) in self._replaced else leaf for leaf in leaves]
-        return pytree.tree_unflatten(found, spec)
-
-    def _enter(self, stage: int, args: Any, kwargs: Any) -> Any:
+    def _enter(self, run: StageRun, name: str, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        for place, tensor in zip(self.crossings[stage], self._received, strict=True):
+        for place, tensor in zip(self.crossings[run.stage], run.received, strict=True):
             if isinstance(leaves[place], torch.Tensor):
-                self._replaced[id(leaves[place])] = leaves[place], tensor
+                run.put(name, leaves[place], tensor)
             leaves[place] = tensor
-        self._live = True
-        if self._dependence is not None:
-            self._dependence.begin(self._received)
+        run.live = True
+        if run.dependence is not None and not run.over:
+            run.dependence.begin(run.received)
         return pytree.tree_unflatten(leaves, spec)
+
+
+def _check_outside(name: str) -> None:
+    """A call of module `name` that belongs to no forward of a stage is none that a backward makes again."""
+    if in_backward() and not runs_again():
+        raise LayoutError(
+            f"{name} is computed again in the backward by other code than torch.utils.checkpoint, where nothing says "
+            "what its stage of the pipeline had received: use that function there, or layout.recompute=full instead"
+        )
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from allranks.errors import LayoutError
 from allranks.kept_products import keeps_product
 from allranks.parallel.module_state import ModuleState
+from allranks.parallel.own_checkpoints import run_again
 from allranks.parallel.plain_generators import PlainGenerators
 
 Forward = Callable[..., Any]
@@ -148,7 +149,7 @@ class _Recomputed:
                 return self._forward(*args, **kwargs)
             args, kwargs = pytree.tree_unflatten(list(leaves[: structure.num_leaves]), structure)
             with self.around():
-                return context.copy().run(self._forward, *args, **kwargs)
+                return run_again(context, self._forward, *args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             first, again = self._contexts()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from allranks.parallel.pipeline import Payload
+from allranks.parallel.stage_run import Payload
 from allranks.parallel.stage_transport import Sent
 
 

@@ -17,7 +17,8 @@ from torch import nn
 from allranks import fault_points
 from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.parallel.mesh import Mesh
-from allranks.parallel.pipeline import Payload, Pipeline
+from allranks.parallel.pipeline import Pipeline
+from allranks.parallel.stage_run import Payload
 from allranks.parallel.stage_transport import Sent, Signature, Transport
 from allranks.parallel.torch_stage import goes_past, mend
 

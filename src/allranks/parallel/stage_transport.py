@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
 from allranks.parallel.mesh import Mesh
-from allranks.parallel.pipeline import Payload, Pipeline
+from allranks.parallel.pipeline import Pipeline
+from allranks.parallel.stage_run import Payload
 
 _HEADER = 256  # int64 words: room for some forty tensors
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

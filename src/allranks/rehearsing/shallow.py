@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from allranks.layout import Layout
-from allranks.parallel.pipeline import Payload
+from allranks.parallel.stage_run import Payload
 from allranks.parallel.stage_schedule import Scheduler
 from allranks.parallel.stages import Stages
 from allranks.rehearsing.ledger import Stretch

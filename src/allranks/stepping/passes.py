@@ -19,9 +19,9 @@ from allranks.data.random_keys import seed_all
 from allranks.digest import ledger_sum
 from allranks.parallel.gather import RanksRows
 from allranks.parallel.module_state import changed_attributes, put_attributes
-from allranks.parallel.pipeline import Payload
 from allranks.parallel.replicate import REPLICAS
 from allranks.parallel.spread import Spread
+from allranks.parallel.stage_run import Payload
 from allranks.parallel.stage_transport import signature_of
 from allranks.stepping.fed import fed
 from allranks.task import Task

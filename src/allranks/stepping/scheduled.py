@@ -11,7 +11,7 @@ from allranks import fault_points
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import mix, seed_all
 from allranks.errors import LayoutError
-from allranks.parallel.pipeline import Payload
+from allranks.parallel.stage_run import Payload
 from allranks.parallel.stage_transport import Signature, signature_of
 from allranks.stepping.fed import fed
 from allranks.stepping.passes import (

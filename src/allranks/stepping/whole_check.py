@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from allranks.data.plain_batch import plain_batch
 from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import LayoutError
-from allranks.parallel.pipeline import Payload
 from allranks.parallel.spread import Spread, is_gpu
+from allranks.parallel.stage_run import Payload
 from allranks.parallel.stage_transport import signature_of
 from allranks.parallel.whole import WholeGradients, float32_products, square_of, whole_gradients
 from allranks.stepping.alike import everyones

@@ -1,0 +1,67 @@
+"""A model's own torch.utils.checkpoint: its second run is made in the context of its first.
+
+What a layout has changed for the length of a forward (attention over whole sequences, whose rows count in a BatchNorm,
+which stage of a pipeline runs) is in context variables. A backward runs after that forward has ended, and on CUDA in
+another thread, so that what torch's checkpoint computes again there would find none of it: gradients of another
+computation, without a word. Both variants of torch take the function to run as an argument, and get it with its
+context.
+"""
+
+from collections.abc import Callable
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, final
+
+from torch.utils import checkpoint as torchs
+
+_AGAIN: ContextVar[bool] = ContextVar("again", default=False)
+
+
+def keep_contexts() -> None:
+    """From now on every torch.utils.checkpoint of this process keeps its context; a second call changes nothing."""
+    module: Any = torchs
+    generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+    if getattr(generator, "keeps_context", False):
+        return
+    forward = function.forward
+
+    def begin(run: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+        # The first run is made beside it: what torch gets here is only for later ones.
+        return generator(_Kept(run, is_first=False), *rest, **named)
+
+    def begin_reentrant(ctx: Any, run: Callable[..., Any], *rest: Any) -> Any:
+        return forward(ctx, _Kept(run, is_first=True), *rest)
+
+    begin.keeps_context = True  # type: ignore[attr-defined]
+    module._checkpoint_without_reentrant_generator = begin
+    function.forward = staticmethod(begin_reentrant)
+
+
+def run_again(context: Context, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function` once more, in a copy of the context of its first run."""
+    own = context.copy()
+    own.run(_AGAIN.set, True)
+    return own.run(function, *args, **kwargs)
+
+
+def runs_again() -> bool:
+    """Whether what runs now is a second run that knows its context (`run_again`)."""
+    return _AGAIN.get()
+
+
+@final
+class _Kept:
+    """A function to be checkpointed, and the context of its first run; that one is the caller's own.
+
+    Args:
+        is_first: whether the first run is the next call.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, is_first: bool) -> None:
+        self._function, self._is_first = function, is_first
+        self._context = copy_context()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_first:
+            self._is_first = False
+            return self._function(*args, **kwargs)
+        return run_again(self._context, self._function, *args, **kwargs)
