@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from allranks.errors import AllranksError
 from allranks.parallel.batchnorm import has_batch_statistics, statistics_fixed
@@ -72,6 +73,39 @@ def trained(layout: str, kind: str, count_fillers: bool) -> tuple[Parts, int]:
         norms.counting = lambda counts: type(norms).counting(norms, True)  # type: ignore[method-assign]
     batches = [stepped.batch for stepped in step_through(session, STEPS)]
     return parts_of(session), sum(not m.weight for batch in batches for m in batch.micro_steps)
+
+
+class Again(nn.Module):
+    """A model whose statistics are taken again in the backward, by its own code."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return found
+
+
+class AgainTask(Tiny):
+    def model(self) -> nn.Module:
+        return Again(super().model())
+
+
+def trained_again(again: bool) -> Parts:
+    """In a worker: the parameters after a few steps."""
+    task = (AgainTask if again else Tiny)(kind="batchnorm")
+    session = session_of(task, config_of("ddp", *SGD, *CUT))
+    for _ in step_through(session, STEPS):
+        pass
+    kept = {name.replace("inner.", ""): part for name, part in parts_of(session).items()}
+    return {name: part for name, part in kept.items() if "running" not in name and "num_batches" not in name}
+
+
+@pytest.mark.distributed
+def test_a_filler_counts_for_nothing_where_the_model_checkpoints(pool: Pools) -> None:
+    plain, again = (together(pool(4).run(trained_again, which)) for which in (False, True))
+    assert not far(plain, again)
 
 
 def over(pool: Pools, size: int, layout: str, kind: str = "batchnorm", count_fillers: bool = False) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from allranks.errors import LayoutError
 from allranks.layout import Layout
@@ -80,6 +81,78 @@ def test_a_module_computes_with_its_positions(pool: Pools, kind: str, places: li
     assert pool(2).run(run, kind, build) == expected
     if build is Mixing:
         assert pool(2).run(run, kind, build, 1.0) == pool(2).run(run, kind, build, 1.0, None) == expected
+
+
+class Checkpointing(Mixing):
+    """Its attention is computed again in the backward, by the model's own code."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0, positions: torch.Tensor | None = None) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(super().forward, x, scale, positions, use_reentrant=self.reentrant)
+        return found
+
+
+class Reentrant(Checkpointing):
+    reentrant = True
+
+
+def learn(kind: Any, build: Any) -> bool:
+    """Whether the gradients of both parts together are those of the whole."""
+    torch.manual_seed(0)
+    alone = Mixing().double()
+    alone(WHOLE).square().sum().backward()
+    found = spread(build, Layout(cp=2, context=kind), "float64")
+    assert found.context is not None
+    found.context.meet({"x": WHOLE}, (WHOLE,), {})
+    mine = found.context.cut({"x": WHOLE})["x"].requires_grad_()
+    found.bare()(mine).square().sum().backward()
+    right = []
+    for own, whole in zip(found.bare().parameters(), alone.parameters(), strict=True):
+        assert own.grad is not None and whole.grad is not None
+        dist.all_reduce(own.grad)
+        right.append(torch.allclose(own.grad, whole.grad, rtol=1e-10))
+    return all(right)
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+@pytest.mark.parametrize("build", [Mixing, Checkpointing, Reentrant])
+def test_what_the_model_checkpoints_attends_to_whole_sequences_again(pool: Pools, kind: str, build: Any) -> None:
+    assert pool(2).run(learn, kind, build) == [True, True]
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint that somebody has written: its second run has no context."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Any) -> Any:
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.run(ctx.saved_tensors[0].detach()), gradient)
+        return None, None
+
+
+class Foreign(Mixing):
+    def forward(self, x: torch.Tensor, scale: float = 1.0, positions: torch.Tensor | None = None) -> torch.Tensor:
+        found: torch.Tensor = Again.apply(super().forward, x)  # type: ignore[no-untyped-call]
+        return found
+
+
+def learn_again() -> str:
+    with pytest.raises(LayoutError) as raised:
+        learn("ulysses", Foreign)
+    return str(raised.value)
+
+
+def test_attention_that_other_code_computes_again_is_refused(pool: Pools) -> None:
+    (told, other) = pool(2).run(learn_again)
+    assert told == other and "in the backward by other code than torch.utils.checkpoint" in told
 
 
 def told_by_the_caller() -> tuple[list[int], list[str]]:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from allranks.errors import LayoutError, TaskError
 from allranks.parallel.batch_statistics import normalise
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.own_checkpoints import keep_contexts
 from allranks.parallel.path import STATISTICS, Path
 from allranks.parallel.running_statistics import ByRank, follow_first, gather_by_rank, mean_of_ranks
 from allranks.verdict import Decision
@@ -171,6 +172,7 @@ def take_over(
     # Copies of local_sgd are by themselves; what each rank has learnt is told to all, where it is told.
     norms = BatchNorms(mode, mesh.sample_group if mode == "local" else mesh.gradient_group, owners)
     norms.path = path if mesh.layout.local_sgd is None else None
+    keep_contexts()
     # What FSDP2 gathers in a lower type is not of the statistics' own, and torch's kernels on the CPU want one.
     for member, name in members.items() if norms.synchronises or mesh.layout.fully_sharded else ():
         _take_over(member, name, norms)

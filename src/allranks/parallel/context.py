@@ -20,8 +20,10 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
+from allranks.parallel.block_watch import in_backward
 from allranks.parallel.context_ops import Call, attend_alone, swap_heads
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.own_checkpoints import keep_contexts, runs_again
 from allranks.parallel.regions import Regions
 from allranks.parallel.ring import pass_around
 from allranks.parallel.sequences import Sequences, Share, find_sequences, repeat_last
@@ -125,6 +127,7 @@ def share_sequences(modules: Mapping[str, nn.Module], mesh: Mesh, decisions: lis
         return None
     context = Context(mesh.group("cp"), mesh.layout.context)
     functional.scaled_dot_product_attention = _attention
+    keep_contexts()
     # In evaluation torch's encoder layers would go past that function.
     torch.backends.mha.set_fastpath_enabled(False)
     for module in modules.values():
@@ -209,6 +212,11 @@ def _attention(
     """torch's own, and in a forward whose sequences are cut the attention over whole ones."""
     context = _CURRENT.get()
     if context is None:
+        if in_backward() and not runs_again():
+            raise LayoutError(
+                "attention is computed again in the backward by other code than torch.utils.checkpoint, where nothing "
+                "says whether its sequences are cut (cp): use that function there, or layout.recompute=full instead"
+            )
         return _TORCHS_OWN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if why := _FORBIDDEN.get():
         raise LayoutError(why)
