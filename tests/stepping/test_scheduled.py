@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from allranks.data.random_keys import mix
 from allranks.errors import LayoutError, TaskError
+from allranks.parallel.stage_draws import stage_seed
+from allranks.stepping.fixed_draws import FixedDraws
 from allranks.stepping.passes import PlainPasses
 from allranks.stepping.scheduled import ScheduledPasses
+from allranks.task import Hints
 from allranks.training.validate import validate
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, parts_of, session_of, step_through, together
@@ -67,8 +69,9 @@ def note(steps: int) -> Any:
 def test_every_stage_draws_numbers_of_its_own(pool: Pools) -> None:
     """Law 6. The first forward of a new shape finds out what travels, and leaves nothing behind."""
     (keys, first, other, counted), (_, last, _, also) = pool(2).run(note, 2)
-    assert len(keys) == 4 and first[-4:] == keys and last[-4:] == [mix(key, 1) for key in keys]
-    assert len(first) == len(last) == 5 and first[0] == keys[0]
+    assert len(keys) == 4
+    assert [first[-4:], last[-4:]] == [[stage_seed(key, stage) for key in keys] for stage in (0, 1)]
+    assert len(first) == len(last) == 5 and first[0] == stage_seed(keys[0], 0)
     assert other == [] and counted == also == 4
     assert len({*first, *last}) == 8
 
@@ -170,6 +173,47 @@ def refuse() -> str:
 def test_a_step_of_its_own_is_refused(pool: Pools) -> None:
     told = pool(2).run(refuse)
     assert told[0] == told[1] and told[0].startswith("WithStep has a step() of its own, and pp=2 orders forwards")
+
+
+class Hiding(nn.Module):
+    """Draws between its layers what it hides before them and again behind them, and how the loss weighs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)])
+
+    def forward(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        seen = torch.rand(x.shape) > 0.5 if self.training else torch.ones(x.shape)
+        hidden = (x + noise) * seen
+        for layer in self.layers[:-1]:
+            if not self.training or torch.rand(()) < 0.7:  # a layer is skipped, as LayerDrop does
+                hidden = torch.tanh(layer(hidden))
+            hidden = hidden * 1.0
+        found: torch.Tensor = self.layers[-1](hidden * seen + torch.randn_like(x) * self.training)
+        return found
+
+
+class HidingTask(Noted):
+    def model(self) -> nn.Module:
+        return Hiding()
+
+    def inputs(self, batch: Any) -> Any:
+        return {"x": batch["x"], "noise": torch.rand_like(batch["x"]) * 1e-3}
+
+    def hints(self) -> Hints:
+        return Hints(blocks=("layers.*",), split_before=("layers.3",))
+
+
+def hide(layout: str) -> Any:
+    """In a worker: losses of a model that draws between its modules."""
+    with FixedDraws():  # at the start the noise of the inputs is the same everywhere
+        session = session_of(HidingTask(), config_of(layout, *CONFIG))
+    return [stepped.loss for stepped in step_through(session, 3)]
+
+
+def test_what_a_forward_draws_between_modules_is_the_same_on_all_stages_and_on_one_device(pool: Pools) -> None:
+    found, alone = pool(2).run(hide, "pp=2"), pool(1).run(hide, "single")[0]
+    assert found[0] == pytest.approx(alone, rel=1e-6) and found[0] == found[1]
 
 
 def drop(layout: str) -> Any:

@@ -25,6 +25,7 @@ from allranks.parallel.block_watch import in_backward
 from allranks.parallel.dependence import Dependence
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.own_checkpoints import keep_contexts, runs_again
+from allranks.parallel.stage_draws import drawing_alike, drawing_apart
 from allranks.parallel.stage_plan import StagePlan
 from allranks.parallel.stage_run import Payload, StageRun, current_run, running
 from allranks.parallel.stand_in import StandIns, is_floating, on_meta
@@ -95,7 +96,7 @@ class Pipeline:
         run = StageRun(stage, received, followed)
         self._reads.begin(self._computed(stage) if followed is not None else ())
         kept = _buffers_kept(self._common if stage != self.stages[0] else ())
-        with running(run), kept, followed or nullcontext():
+        with running(run), drawing_alike(), kept, followed or nullcontext():
             if followed is not None and run.live:
                 followed.begin(())
             output = self._call(arguments)
@@ -208,7 +209,8 @@ class Pipeline:
         if stage in self._homes[id(member)]:
             if run.dependence is not None and first:
                 run.dependence.check_call(name, pytree.tree_leaves((args, kwargs)))
-            return member._call_impl(*args, **kwargs)
+            with drawing_apart(stage):
+                return member._call_impl(*args, **kwargs)
         if run.live and first:
             raise LayoutError(
                 f"{name} is called in stage {stage} of the pipeline and registered among the modules of stage "
@@ -217,7 +219,8 @@ class Pipeline:
             )
         if run.dependence is not None and first:
             self._reads.watch(name, member)
-        return self._stand_ins.make(name, twin, member.training, args, kwargs)
+        with drawing_apart(stage):
+            return self._stand_ins.make(name, twin, member.training, args, kwargs)
 
     def _leave(self, run: StageRun, stage: int, args: Any, kwargs: Any) -> Payload:
         leaves = pytree.tree_leaves((args, kwargs))

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from allranks import fault_points
 from allranks.data.micro_step import MicroStep, StepBatch
-from allranks.data.random_keys import seed_all
+from allranks.data.random_keys import generators_kept, seed_all
 from allranks.digest import ledger_sum
 from allranks.parallel.gather import RanksRows
 from allranks.parallel.module_state import changed_attributes, put_attributes
@@ -123,7 +123,9 @@ class Forward:
         assert stages is not None
 
         def compute(index: int, stage: int, received: Payload) -> Payload:
-            output = self.run_stage(batch, stage, received)
+            # The forwards of two stages of this rank begin at the same random number, as those of other ranks do.
+            with generators_kept() if len(stages.pipeline.stages) > 1 else nullcontext():
+                output = self.run_stage(batch, stage, received)
             if stage < stages.pipeline.last:
                 sent: Payload = output
                 return sent

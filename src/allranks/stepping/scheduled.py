@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from allranks import fault_points
 from allranks.data.micro_step import MicroStep, StepBatch
-from allranks.data.random_keys import mix, seed_all
+from allranks.data.random_keys import seed_all
 from allranks.errors import LayoutError
 from allranks.parallel.stage_run import Payload
 from allranks.parallel.stage_transport import Signature, signature_of
@@ -52,7 +52,7 @@ class ScheduledPasses(Passes):
         """As `Passes.run`; `losses`: one for each micro-step, where they are not the Task's."""
         own = [self._forward.task.loss] * len(batch.micro_steps) if losses is None else losses
         placed = self._place(batch.micro_steps)
-        signatures = [signature_of(self._forward.inputs(one), self._spread.bare()) for one in placed]
+        signatures = [self._sign(micro_step, one) for micro_step, one in zip(batch.micro_steps, placed, strict=True)]
         fits, known = self._decide(signatures)
         if fits and not known:
             self._make_known(batch.micro_steps[0], placed[0], signatures[0], own[0])
@@ -81,6 +81,10 @@ class ScheduledPasses(Passes):
             total = total + loss
         yield StepSums("", total, None, ledger_of(batch))
 
+    def _sign(self, micro_step: MicroStep, placed: Any) -> Signature:
+        seed_all(micro_step.random_key)  # inputs may draw how long they are
+        return signature_of(self._forward.inputs(placed), self._spread.bare())
+
     def _place(self, micro_steps: Sequence[MicroStep]) -> list[Any]:
         placed, lengths, context = [], set[int](), self._spread.context
         for micro_step in micro_steps:
@@ -96,8 +100,8 @@ class ScheduledPasses(Passes):
     def _compute(self, micro_step: MicroStep, placed: Any, loss: Loss, stage: int, received: Payload) -> Payload:
         """What a stage sends on, or the last one's loss."""
         fault_points.reach("forward")
-        # The first stage draws as one device does; each other has numbers of its own (law 6).
-        seed_all(mix(micro_step.random_key, stage) if stage else micro_step.random_key)
+        # On all stages alike: what modules draw is apart (parallel/stage_draws.py).
+        seed_all(micro_step.random_key)
         with fed(micro_step), micro_forward(self._spread, micro_step.weight):
             output = self._forward.run_stage(placed, stage, received)
             if stage < self._stages.pipeline.last:

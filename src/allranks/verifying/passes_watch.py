@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from allranks import fault_points
 from allranks.data.evaluation import evaluation_batches
 from allranks.data.micro_step import MicroStep, StepBatch
-from allranks.data.random_keys import last_key, mix
+from allranks.data.random_keys import last_key
 from allranks.digest import sample_hash
 from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.stepping.scaler import Scaler
@@ -51,13 +51,9 @@ def values_of_step(batch: StepBatch) -> dict[int, tuple[int, int]]:
     return found
 
 
-def rows_in_work(batch: StepBatch, num_stages: int) -> Callable[[], list[int]]:
+def rows_in_work(batch: StepBatch) -> Callable[[], list[int]]:
     """Gives those of the micro-step whose forward runs, by the numbers with which it was seeded; [] of none of them."""
-    found = {}
-    for micro_step in batch.micro_steps:
-        key = micro_step.random_key
-        for seeded in (key, *(mix(key, stage) for stage in range(1, num_stages))):
-            found[seeded] = rows_of_forward(micro_step)
+    found = {micro_step.random_key: rows_of_forward(micro_step) for micro_step in batch.micro_steps}
     return lambda: found.get(last_key(), [])
 
 

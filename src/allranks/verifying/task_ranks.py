@@ -234,7 +234,7 @@ class _Run:
         """The samples in work. Generators of a Task's own advance in turn: then these are the whole step's, or none."""
         if has_step(self._task):
             return rows if len(batch.micro_steps) == 1 else []
-        return rows_in_work(batch, self._processes.mesh.layout.num_stages)
+        return rows_in_work(batch)
 
     def _save(self, session: Session, contents: Contents, step: int) -> Checkpoint:
         folder = Path(self._errand.folder)
