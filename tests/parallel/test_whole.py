@@ -1,5 +1,6 @@
 """The user's model as one process has it."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def loss_of(module: Any) -> torch.Tensor:
 
 
 def test_loss_and_norms_are_those_of_a_plain_forward_and_backward() -> None:
-    found = whole_gradients(build, choose_precision("float64", None, "cpu"), seed, loss_of)
+    found = whole_gradients(build, choose_precision("float64", None, "cpu"), seed, loss_of, nullcontext())
     seed()
     module = build().double().eval()
     whole = tuple(slice(None) for _ in range(2))

@@ -1,6 +1,7 @@
 """A cut model that computes something else than the whole one is found before the first step."""
 
 import importlib
+import random
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from torch.nn import functional
 from allranks.errors import LayoutError
 from allranks.hints import Hints, TensorStyle
 from allranks.models.moe import Experts
+from allranks.stepping.whole_check import UNCOMPARED
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
 from tests.distributed.tasks import MODELS, Tiny
@@ -112,6 +114,47 @@ def test_under_bfloat16_the_bounds_are_wider(pool: Pools) -> None:
     found = pool(2).run(start, Tiny(kind="transformer"), "tp=2", "bfloat16")
     assert any("computes what the whole one does" in said for said in found[0])
     assert "does not compute" in pool(2).run(start, Wrong(which="gain"), "tp=2", "bfloat16")[0]
+
+
+class Noisy(nn.Module):
+    """Draws in every mode, between its layers and by them, as a diffusion model or a noisy router does."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)) for _ in range(5)])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        hidden = x + noise
+        for layer in self.layers:
+            hidden = layer(hidden) + (torch.randn_like(hidden) if self.source == "torch" else random.random())
+        found: torch.Tensor = self.head(hidden)
+        return found
+
+
+class NoisyTask(Tiny):
+    source: str = "torch"
+
+    def model(self) -> nn.Module:
+        return Noisy(self.source)
+
+    def inputs(self, batch: Any) -> Any:
+        return {"x": batch["x"], "noise": torch.randn_like(batch["x"])}
+
+    def hints(self) -> Hints:
+        return Hints(blocks=("layers.*",))
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "pp=2,schedule=interleaved"])
+def test_what_torch_draws_in_every_mode_is_compared_all_the_same(pool: Pools, layout: str) -> None:
+    for found in pool(2).run(start, NoisyTask(), layout, "float64"):
+        assert any(said.startswith("the cut model computes what the whole one does") for said in found), found
+
+
+def test_where_python_draws_it_is_not_compared_and_that_is_said(pool: Pools) -> None:
+    for found in pool(2).run(start, NoisyTask(source="python"), "pp=2", "float64"):
+        assert any(said.startswith(f"{UNCOMPARED}, because it draws from python's or numpy's") for said in found), found
 
 
 @pytest.mark.parametrize(("which", "name"), [("heads", "(query|key|out)"), ("gain", "gain")])

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,13 @@ class WholeGradients:
         loss: of all of them.
         norms: of each parameter's gradient, by its name.
         output: the norm of what the model returned, where it was looked at.
+        draws: whether python's or numpy's generator was drawn from.
     """
 
     loss: float
     norms: dict[str, float]
     output: float = 0.0
+    draws: bool = False
 
 
 def square_of(output: object) -> torch.Tensor:
@@ -62,7 +64,11 @@ def square_of(output: object) -> torch.Tensor:
 
 
 def whole_gradients(
-    build: Build, precision: Precision, seed: Callable[[], None], loss_of: Callable[[nn.Module], torch.Tensor]
+    build: Build,
+    precision: Precision,
+    seed: Callable[[], None],
+    loss_of: Callable[[nn.Module], torch.Tensor],
+    within: AbstractContextManager[object],
 ) -> WholeGradients:
     """Build a single module under its seed, on the CPU and in evaluation mode; shake it, and run forward and backward.
 
@@ -71,6 +77,7 @@ def whole_gradients(
         precision: its parameters' dtype; the forward runs in it.
         seed: seeds the generators.
         loss_of: the loss that this module has.
+        within: what forward and backward run in.
     """
     seed()
     module = build()
@@ -79,9 +86,10 @@ def whole_gradients(
     for name, parameter in module.named_parameters():
         shake(parameter.detach(), name, parameter.shape, tuple(slice(None) for _ in parameter.shape))
     module.eval()  # now: it may merge parameters, and has to see what they are
-    loss = loss_of(module)
-    if loss.requires_grad:
-        loss.backward()
+    with within:
+        loss = loss_of(module)
+        if loss.requires_grad:
+            loss.backward()
     norms = {
         name: float(torch.linalg.vector_norm(parameter.grad)) if parameter.grad is not None else 0.0
         for name, parameter in module.named_parameters()

@@ -83,8 +83,7 @@ class Randomness(StepSentinel, RoundSentinel):
 def generator_digests() -> dict[str, int]:
     """By generator a digest of where it stands; about 50 us, and no wait for a device."""
     found = {
-        "python": zlib.crc32(repr(random.getstate()).encode()),
-        "numpy": zlib.crc32(repr(_numpy_state()).encode()),
+        **plain_digests(),
         "torch": zlib.crc32(torch.default_generator.get_state().numpy().tobytes()),
     }
     for place, index in enumerate(cuda_devices()):
@@ -92,6 +91,14 @@ def generator_digests() -> dict[str, int]:
         name = f"CUDA (place {place})" if place else "CUDA"
         found[name] = zlib.crc32(torch.cuda.default_generators[index].get_state().numpy().tobytes())
     return found
+
+
+def plain_digests() -> dict[str, int]:
+    """The same of python's and numpy's alone."""
+    return {
+        "python": zlib.crc32(repr(random.getstate()).encode()),
+        "numpy": zlib.crc32(repr(_numpy_state()).encode()),
+    }
 
 
 def _numpy_state() -> tuple[Any, ...]:

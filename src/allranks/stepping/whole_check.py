@@ -3,7 +3,8 @@
 Ordinary code between cut layers may look at whole tensors: it splits channels by a number of heads that it keeps, or
 normalises over what is now a part. Nothing raises, and the run merely learns something else. So rank 0 builds the model
 once more, uncut, and loss and gradients of a few samples are compared: a small `verify`, before the first step. Both
-have the same noise on their parameters meanwhile, because what begins at zero would hide what lies behind it.
+have the same noise on their parameters meanwhile, because what begins at zero would hide what lies behind it, and what
+torch draws in them is fixed (fixed_draws.py): the cut one draws others. Where python or numpy draws, it is said.
 
 A model too large for that is refused where a stage of a pipeline was seen to use what only another one has.
 
@@ -30,7 +31,9 @@ from allranks.parallel.stage_transport import signature_of
 from allranks.parallel.whole import WholeGradients, float32_products, square_of, whole_gradients
 from allranks.stepping.alike import everyones
 from allranks.stepping.evaluation_mode import evaluation_mode
+from allranks.stepping.fixed_draws import FixedDraws
 from allranks.stepping.passes import Forward, buffers_kept
+from allranks.stepping.randomness import plain_digests
 from allranks.stepping.sequence_loss import advise_loss
 from allranks.units import format_count
 from allranks.verdict import Decision
@@ -39,6 +42,7 @@ from allranks.vocabulary import whole_logits
 LARGEST_FLOPS = 2e12  # of the comparison on one core: some ten seconds to a minute
 LARGEST_UNCOUNTED = 1e8  # parameters, where what they compute could not be counted
 UNABLE = -2.0  # in place of a place: rank 0 could not run the whole model
+DRAWN = -3.0  # the models differ, and draw numbers that are not fixed
 NUM_SAMPLES = 2
 UNCOMPARED = "the cut model was not compared with the whole one"
 
@@ -111,7 +115,7 @@ def compare_whole(forward: Forward, batch: Any, seed: int, flops: float | None, 
             because = "what one process would need for that could not be counted, and the model is large"
         return pass_uncompared(forward.spread, because)
     with forward.spread.shaken(), float32_products(device):
-        found = _spread_gradients(forward, batch)
+        found = _spread_gradients(forward, batch, seed)
     told, because = torch.zeros(7, dtype=torch.float64), "rank 0's processor cannot run the whole model"
     if forward.spread.mesh.rank == 0:
         whole, relative = _try_whole(forward, batch, seed, strict=asked.strict), _tolerance(forward, asked.lowest)
@@ -120,11 +124,15 @@ def compare_whole(forward: Forward, batch: Any, seed: int, flops: float | None, 
         else:
             both = found.loss, whole.loss, found.output, whole.output
             told = torch.tensor((*_worst(found, whole, relative), *both), dtype=torch.float64)
+            if whole.draws and told[0] >= 0:
+                told[0] = DRAWN
     told = told.to(device)
     dist.broadcast(told, 0)
     index, mine, expected, *pairs = told.tolist()
     if index == UNABLE:
         return pass_uncompared(forward.spread, because)
+    if index == DRAWN:
+        return pass_uncompared(forward.spread, "it draws from python's or numpy's random numbers, other ones where cut")
     if index >= 0:
         name = [f"the {asked.value}", *(f"the gradient of {name}" for name in found.norms)][int(index)]
         relative = _tolerance(forward, asked.lowest)
@@ -214,21 +222,23 @@ def _whole(forward: Forward, batch: Any, seed: int) -> WholeGradients:
     task, precision = forward.task, forward.spread.precision
     # That of a loop lies where the ranks compute.
     batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), batch)
-    placed, squares = precision.cast_inputs(batch), list[torch.Tensor]()
+    placed, seen = precision.cast_inputs(batch), list[tuple[torch.Tensor, bool]]()
 
     def loss_of(module: torch.nn.Module) -> torch.Tensor:
-        arguments = forward.inputs(placed)
+        seed_all(seed)
+        before, arguments = plain_digests(), forward.inputs(placed)
         with precision.autocast("cpu"):
             output = forward.call(module, arguments)
-        squares.append(square_of(output))
-        return task.loss(precision.cast_output(output), placed)
+        square, loss = square_of(output), task.loss(precision.cast_output(output), placed)
+        seen.append((square, plain_digests() != before))
+        return loss
 
     with generators_kept(forward.spread.bare()), torch.enable_grad():
-        found = whole_gradients(task.model, precision, partial(seed_all, seed), loss_of)
-    return replace(found, output=math.sqrt(squares[0]))
+        found = whole_gradients(task.model, precision, partial(seed_all, seed), loss_of, FixedDraws())
+    return replace(found, output=math.sqrt(seen[0][0]), draws=seen[0][1])
 
 
-def _spread_gradients(forward: Forward, batch: Any) -> WholeGradients:
+def _spread_gradients(forward: Forward, batch: Any, seed: int) -> WholeGradients:
     """Loss, and norms over the world; every data rank sees these samples, so their mean is what each has.
 
     Of a sequence that is cut each rank has a part of the loss: it counts as often as the mean divides it.
@@ -237,8 +247,9 @@ def _spread_gradients(forward: Forward, batch: Any) -> WholeGradients:
     # DDP has nothing to do where all its ranks have the same; it sums what several parts of a sequence have.
     module = spread.bare() if spread.context is None else spread.modules[""]
     spread.synchronise(last=True)
-    with evaluation_mode((module,)), generators_kept(module), buffers_kept(spread, unless=False), torch.enable_grad():
-        loss, square = _backward(forward, forward.place(batch), module)
+    kept = generators_kept(module), buffers_kept(spread, unless=False)
+    with evaluation_mode((module,)), kept[0], kept[1], torch.enable_grad(), FixedDraws():
+        loss, square = _backward(forward, forward.place(batch), module, seed)
     spread.reduce_scalars()
     names = spread.trainable_names
     # Each of those that hold a part brings its share of the square, and one of those that have the loss brings that.
@@ -254,13 +265,14 @@ def _spread_gradients(forward: Forward, batch: Any) -> WholeGradients:
     return WholeGradients(float(told[-2]), dict(zip(names, norms, strict=True)), square)
 
 
-def _backward(forward: Forward, placed: Any, module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def _backward(forward: Forward, placed: Any, module: torch.nn.Module, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss and the square of the output, where this rank has them, else zeros; gradients are on the parameters.
 
     DDP and FSDP2 take the mean over the ranks of a sequence, each of which has the loss of its positions.
     """
     spread, nothing = forward.spread, torch.zeros((), dtype=torch.float64)
     cp = spread.mesh.layout.cp
+    seed_all(seed)
     if spread.stages is None:
         output = spread.precision.cast_output(forward.raw(placed, module))
         loss = forward.task.loss(output, placed)
@@ -270,6 +282,7 @@ def _backward(forward: Forward, placed: Any, module: torch.nn.Module) -> tuple[t
     found = [(nothing, nothing)]
 
     def compute(index: int, stage: int, received: Payload) -> Payload:
+        seed_all(seed)
         output: Any = forward.run_stage(placed, stage, received)
         if stage < pipeline.last:
             sent: Payload = output

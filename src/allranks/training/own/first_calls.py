@@ -5,7 +5,7 @@ comparison (stepping/whole_check.py) could be made. It is made at the first call
 one's arguments, and in place of a loss there is a weighed sum of the outputs, whose gradients reach all that the loop's
 own loss could reach. The loss itself gets whole tensors, and may speak with other processes, which rank 0 alone cannot.
 
-Both are in evaluation mode, and what they draw is fixed (stepping/fixed_draws.py): the cut one draws other numbers.
+Both are in evaluation mode.
 """
 
 import sys
@@ -22,13 +22,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from allranks.data.random_keys import generators_kept, seed_all
+from allranks.data.random_keys import generators_kept
 from allranks.errors import LayoutError, TaskError
 from allranks.parallel.compiled import uncompiled
 from allranks.parallel.outputs import map_tensors
 from allranks.parallel.spread import Spread
 from allranks.stepping.alike import everyones
-from allranks.stepping.fixed_draws import FixedDraws
 from allranks.stepping.flops import count_flops
 from allranks.stepping.kept_state import state_kept
 from allranks.stepping.passes import Arguments, Forward
@@ -184,8 +183,7 @@ def _call(whole: nn.Module | None, module: Callable[..., object], pair: Argument
     arguments, options = pytree.tree_map_only(
         torch.Tensor, lambda one: one.detach().clone().requires_grad_(one.requires_grad), pair
     )
-    seed_all(SEED)  # for what draws from python or numpy
-    with FixedDraws(), _Alone() if module is whole else nullcontext():
+    with _Alone() if module is whole else nullcontext():
         return module(*arguments, **options)
 
 
