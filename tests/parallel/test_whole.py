@@ -68,7 +68,7 @@ def test_a_module_that_computes_on_its_way_into_evaluation_mode_sees_the_noise()
         found: torch.Tensor = module.weight.sum()
         return found
 
-    whole_gradients(Twice, choose_precision("float64", None, "cpu"), seed, loss_of)
+    whole_gradients(Twice, choose_precision("float64", None, "cpu"), seed, loss_of, nullcontext())
     assert seen == [(False, True)]
 
 
