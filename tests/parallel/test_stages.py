@@ -14,7 +14,9 @@ from allranks.parallel import stage_schedule
 from allranks.parallel.initial import Source
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.stages import count_for_all, cut_stages
+from allranks.stepping.passes import Forward
 from tests.distributed.pool import Pools
+from tests.distributed.tasks import Tiny
 from tests.parallel.spreads import spread
 
 
@@ -123,3 +125,36 @@ def count_by_rank(fails: bool) -> Any:
 def test_one_rank_counts_for_all(pool: Pools) -> None:
     assert pool(2).run(count_by_rank, False) == [[1.0, 1.0, 1.0]] * 2
     assert pool(2).run(count_by_rank, True) == ["it branches", "on process 0"]
+
+
+class Padded(nn.Module):
+    """torch's encoder, as it is by default, over words of which 0 is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.encoder(self.embedding(x), src_key_padding_mask=x == 0)
+        return found
+
+
+def evaluate_padded(words: torch.Tensor) -> Any:
+    """In a worker: the output in evaluation mode without gradients, where the last stage has it."""
+    found = spread(Padded, Layout(pp=2), "float64", blocks=[f"encoder.layers.{index}" for index in range(4)])
+    forward = Forward(Tiny(), found, lambda batch: (batch,))
+    forward.raw(words, found.bare())  # the first one finds what is sent
+    found.bare().eval()
+    with torch.no_grad():
+        return forward.raw(words, found.bare())
+
+
+@pytest.mark.distributed
+def test_an_encoder_of_torch_evaluates_padded_sequences_stage_by_stage(pool: Pools) -> None:
+    words = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]])
+    torch.manual_seed(0)
+    expected = Padded().double()(words)[words != 0]
+    nothing, output = pool(2).run(evaluate_padded, words)
+    assert nothing is None and torch.allclose(output[words != 0], expected, atol=1e-12)

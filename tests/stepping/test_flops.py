@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from allranks.errors import TaskError
+from allranks.hints import Hints
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
-from tests.distributed.tasks import Tiny
+from tests.distributed.tasks import CLASSES, Points, Tiny
 from tests.training.tasks import Curve, Gan
 
 SMALL = ("train.global_batch=6",)
@@ -73,6 +75,42 @@ def test_what_cannot_be_counted_has_no_number() -> None:
     assert session_of(Additions(), config_of("single", *SMALL)).flops_per_sample is None
     assert session_of(Gan(), config_of("single", *SMALL)).flops_per_sample is None
     assert (session_of(Tiny(), config_of("single", *SMALL)).flops_per_sample or 0) > 0
+
+
+class WithGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            raise ValueError("needs gradients")
+        found: torch.Tensor = self.linear(x)
+        return found
+
+
+class Forces(Tiny):
+    """A forward that needs gradients in its last block, as one that differentiates an energy does."""
+
+    def dataset(self, split: str) -> Any:
+        return Points()
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), WithGradients(), nn.Linear(5, CLASSES))
+
+    def hints(self) -> Hints:
+        return Hints(blocks=("0", "1", "2"), split_before=("2",))
+
+
+def flops_of_forces(layout: str) -> Any:
+    return session_of(Forces(), config_of(layout, *SMALL)).flops_per_sample
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_counted_on_one_stage_is_no_silence_on_the_others(pool: Pools) -> None:
+    assert pool(2).run(flops_of_forces, "fsdp") == [None, None]
+    with pytest.raises(TaskError, match=r"Forces fails on the first samples of its dataset(.|\n)*needs gradients"):
+        pool(2).run(flops_of_forces, "pp=2")
 
 
 def flops_of_experts(layout: str) -> Any:

@@ -96,6 +96,7 @@ def cut_stages(
     if list(modules) != [""]:
         raise LayoutError(f"pp={layout.pp} cuts one module, and model() returned {len(modules)}: use another layout")
     module = modules[""]
+    _leave_nested_tensors(module)
     plan = plan_stages(module, layout.stage_ranks, blocks, split_before, count)
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
@@ -120,6 +121,16 @@ def cut_stages(
         )
         decisions.append(Decision(told, f"{wrong}, and this is {torch.__version__}"))
     return Stages(pipeline, scheduler, mesh.group("pp"), device, tuple(names.values()))
+
+
+def _leave_nested_tensors(module: nn.Module) -> None:
+    """Keep torch's encoders from nested tensors, which they make of padded sequences in evaluation.
+
+    Those have no shape that a stage could tell the next one, and no zeros stand in for them.
+    """
+    for member in module.modules():
+        if isinstance(member, nn.TransformerEncoder):
+            member.use_nested_tensor = False
 
 
 def count_for_all(count: Count | None, source: Source, device: torch.device) -> Count | None:

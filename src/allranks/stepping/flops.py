@@ -17,6 +17,9 @@ def count_flops(forward: Forward, batch: Any, num_samples: int) -> float | None:
 
     torch counts matrix products, convolutions and (on CUDA) attention, a product and a sum as two. Under a sharded
     layout this is collective: all ranks call it.
+
+    Raises:
+        Exception: the module's own, in a pipeline, whose other stages wait for what this one was to send.
     """
     module = forward.spread.bare()
     counter = FlopCounterMode(display=False)
@@ -25,6 +28,8 @@ def count_flops(forward: Forward, batch: Any, num_samples: int) -> float | None:
             with torch.no_grad(), buffers_kept(forward.spread, unless=False), counter:
                 forward.raw(forward.place(batch), module)
         except Exception:
+            if forward.spread.stages is not None:
+                raise
             # A module may do what cannot be counted; that costs it a curve, and nothing else.
             return None
     layout, total = forward.spread.mesh.layout, float(counter.get_total_flops())
