@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
+from allranks.errors import LayoutError
 from allranks.parallel.dependence import Dependence
 
 
@@ -49,6 +52,18 @@ def test_a_value_read_before_the_stage_begins_is_noted(read: Any) -> None:
     assert (
         "test_dependence.py:" in followed.wrong and "reads the value of a tensor that another stage" in followed.wrong
     )
+
+
+@pytest.mark.parametrize("use", [functional.linear, torch.add])  # torch takes the one, and not the other
+def test_a_parameter_without_memory_is_refused_once_the_stage_has_begun(use: Any) -> None:
+    module = nn.Linear(3, 1, bias=False, device="meta")
+    with Dependence(module) as followed:
+        assert (module.weight + 1).is_meta  # for the stage before: what it makes is replaced
+        followed.begin(())
+        assert module.weight.shape == (1, 3) and torch.ones(1).to(module.weight.dtype) == 1
+        where = rf"test_dependence.py:\d+ uses weight outside of its module \({use.__name__}\), and only another stage"
+        with pytest.raises(LayoutError, match=where):
+            use(torch.ones(1, 3), module.weight)
 
 
 def test_a_stage_that_runs_may_read_what_it_has() -> None:

@@ -292,6 +292,27 @@ def test_a_use_of_what_only_another_stage_has_is_seen(kind: Any, words: str) -> 
     assert re.match(words, last.wrong), last.wrong
 
 
+class Functional(Model):
+    """Its head is a product with the embedding's weight, and no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        hidden = self.embedding(x) * scale
+        for block in self.blocks:
+            hidden = block(hidden, mask=x > 3)
+        return nn.functional.linear(self.norm(hidden), self.embedding.weight)
+
+
+def test_a_weight_of_another_stage_is_refused_outside_of_its_module() -> None:
+    first, last = ranks(kind=Functional)
+    last.module.get_submodule("embedding").to("meta")
+    with pytest.raises(LayoutError, match=r"test_pipeline.py:\d+ uses embedding.weight outside of its module \(linear"):
+        through([first, last], torch.arange(8).reshape(2, 4))
+
+
 def test_what_a_block_leaves_on_itself_is_its_own_until_the_loss_reads_it() -> None:
     tokens = torch.arange(8).reshape(2, 4)
     first, last = ranks(kind=Left)

@@ -6,20 +6,25 @@ without. Marked are storages: views share theirs, and what is written into one s
 
 A stage that has been entered has the real tensors of what began it and zeros of everything else that earlier stages
 make. Code that uses such zeros computes something else, and reading a value (`if mask.any()`) makes a number of them
-that nobody can follow: the first such use is noted in words.
+that nobody can follow: the first such use is noted in words. A parameter of another stage is not even zeros: it has
+no memory here, and its use between modules is refused.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdRef
+
+from allranks.errors import LayoutError
 
 # What these return depends on the shape and type of their first argument alone,
 _LIKE = {f"{kind}_like" for kind in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")} | {
@@ -38,12 +43,16 @@ LIBRARIES = Path(torch.__file__).parent, Path(__file__).parent.parent
 class Dependence(TorchFunctionMode):
     """Follows one forward of one stage, between modules.
 
+    Args:
+        module: the one that is cut, whose parameters and buffers are on the meta device where other stages have them.
+
     Attributes:
         wrong: the first use of zeros in place of what another stage has computed, in words; "" where there was none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module | None = None) -> None:
         super().__init__()
+        self._module = module
         self.wrong = ""
         self._marked: set[object] = set()
         self._zeros: set[object] = set()
@@ -92,13 +101,18 @@ class Dependence(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], kinds: object, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
+        given = [t for t in _values(name, args, kwargs or {}) if isinstance(t, torch.Tensor)]
+        try:
+            result = function(*args, **(kwargs or {}))
+        except Exception as error:
+            self._check_held(given, name, error)
+            raise
         # What returns nothing has written into its first argument.
         made = [t for t in pytree.tree_leaves(args[:1] if result is None else result) if isinstance(t, torch.Tensor)]
         if not made and name not in _READS:
             return result  # shapes, types, devices
-        given = [t for t in _values(name, args, kwargs or {}) if isinstance(t, torch.Tensor)]
+        self._check_held(given, name)
         if any(map(self.holds, given)):
             self._marked.update(map(_key, made))
             if not self._live and name in _READS:
@@ -106,6 +120,20 @@ class Dependence(TorchFunctionMode):
         if self._has_zeros(given):
             self._note(f"{user_place()} uses a tensor of an earlier stage beside the blocks ({name})")
         return result
+
+    def _check_held(self, given: Sequence[torch.Tensor], function: str, cause: Exception | None = None) -> None:
+        """Refuse the use of a parameter or buffer that only another stage has: its gradient could not come there."""
+        absent = {id(tensor) for tensor in given if tensor.is_meta} if self._live else set()
+        if not absent or self._module is None:
+            return
+        named = chain(self._module.named_parameters(), self._module.named_buffers())
+        found = next((name for name, tensor in named if id(tensor) in absent), None)
+        if found is not None:
+            raise LayoutError(
+                f"{user_place()} uses {found} outside of its module ({function}), and only another stage of the "
+                "pipeline has it: put that use into a module that has the same parameter (head.weight = "
+                "embedding.weight), or use another layout"
+            ) from cause
 
     def _has_zeros(self, leaves: Sequence[object]) -> bool:
         return bool(self._zeros) and any(isinstance(t, torch.Tensor) and _key(t) in self._zeros for t in leaves)

@@ -92,7 +92,8 @@ class Pipeline:
             arguments: of the module's forward, a tuple or a mapping.
             received: what the stage before sends on; () for the first.
         """
-        followed = Dependence() if torch.is_grad_enabled() and stage not in self._followed else None
+        follows = torch.is_grad_enabled() and stage not in self._followed
+        followed = Dependence(self.module) if follows else None
         run = StageRun(stage, received, followed)
         self._reads.begin(self._computed(stage) if followed is not None else ())
         kept = _buffers_kept(self._common if stage != self.stages[0] else ())
@@ -118,8 +119,8 @@ class Pipeline:
         homes = self._homes
         return [m for m in self.module.modules() if id(m) in homes and (at in homes[id(m)] or _is_light(m))]
 
-    def _call(self, arguments: object) -> Any:
-        return self.module(**arguments) if isinstance(arguments, Mapping) else self.module(*_as_tuple(arguments))
+    def _call(self, arguments: Any) -> Any:
+        return self.module(**arguments) if isinstance(arguments, Mapping) else self.module(*arguments)
 
     def parameters(self, stage: int) -> Iterator[nn.Parameter]:
         """The trainable parameters that a stage of this rank computes with, each once."""
@@ -273,10 +274,6 @@ def _buffers_kept(members: Sequence[nn.Module]) -> Iterator[None]:
             # Through .data: the backward that still comes may have saved the buffer.
             buffer.data.copy_(value)
             member._buffers[leaf] = buffer
-
-
-def _as_tuple(arguments: Any) -> tuple[Any, ...]:
-    return tuple(arguments)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
