@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from allranks.errors import LayoutError
 from allranks.models.transformer import Attention, Block, FeedForward
@@ -390,6 +391,57 @@ def test_a_block_that_writes_over_what_is_kept_is_refused() -> None:
     )
     apply([block], "full")
     block(torch.ones(2, 4)).sum().backward()
+
+
+class Caching(nn.Module):
+    """Computes with what a cache of the caller's has, once it is there, as a decoder's cross-attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+        if not cache:
+            cache.append(self.keys(x))
+        found: torch.Tensor = self.out(x) * cache[0]
+        return found
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Caching()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.block(x, Cache())
+        return found
+
+
+class Cache(list[torch.Tensor]):
+    """No container to torch, and so what is in it is not put back."""
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_block_that_computes_less_the_second_time_is_refused(policy: str) -> None:
+    decoder = Decoder()
+    apply([decoder.block], policy)
+    for early_stop in (True, False):
+        with pytest.raises(LayoutError) as raised, set_checkpoint_early_stop(early_stop):
+            decoder(torch.ones(2, 4)).sum().backward()
+        assert str(raised.value) == (
+            "block layers.0 saves fewer tensors in its second run than in its first: something outside of it has "
+            "changed in between (a cache of keys and values: use_cache=False in training), so that its activations "
+            "cannot be computed again; leave that out, or use recompute=none"
+        )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_second_run_ends_early_whatever_is_set_around_it(policy: str) -> None:
+    block = Once()
+    apply([block], policy)
+    with set_checkpoint_early_stop(False):
+        block(torch.ones(2, 4)).sum().backward()
+    assert block.linear.weight.grad is not None
 
 
 def test_generators_of_all_devices_of_a_block_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,13 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+    set_checkpoint_early_stop,
+)
 
 from allranks.errors import LayoutError
 from allranks.kept_products import keeps_product
@@ -55,7 +61,8 @@ def recompute(name: str, module: nn.Module, forward: Forward, contexts: Contexts
         contexts: makes the contexts of the first and of the second run; `selective` keeps what is expensive.
 
     Raises (when called, or in the backward):
-        LayoutError: the forward changes its inputs in place, or somebody changes a large buffer before the backward.
+        LayoutError: the forward changes its inputs in place, or saves fewer tensors the second time, or somebody
+            changes a large buffer before the backward.
     """
     return functools.wraps(forward)(_Recomputed(name, module, forward, contexts))
 
@@ -155,7 +162,8 @@ class _Recomputed:
             first, again = self._contexts()
             return first, _Again(self._name, state, drawn, again)
 
-        output = checkpoint(run, *leaves, *self._told_devices(), use_reentrant=False, context_fn=contexts)
+        with set_checkpoint_early_stop(True):  # by that `_Again` knows a run that has saved all
+            output = checkpoint(run, *leaves, *self._told_devices(), use_reentrant=False, context_fn=contexts)
         if [_version(leaf) for leaf in leaves] != versions:
             raise LayoutError(
                 f"block {self._name} changes its input in place, so that its activations cannot be computed again: "
@@ -191,6 +199,12 @@ class _Again:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._stack.__exit__(kind, error, trace)
+        if error is None:  # torch ends a run, by an exception, with the last tensor that the first one has saved
+            raise LayoutError(
+                f"block {self._name} saves fewer tensors in its second run than in its first: something outside of it "
+                "has changed in between (a cache of keys and values: use_cache=False in training), so that its "
+                "activations cannot be computed again; leave that out, or use recompute=none"
+            )
         if isinstance(error, RuntimeError) and "has been mutated" in str(error):
             raise LayoutError(
                 f"block {self._name} changes in place what recompute=selective keeps: use inplace=False there, or "
