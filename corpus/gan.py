@@ -4,6 +4,7 @@ verify: --nproc 2
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ def build(distributed):
     }
     if distributed:
         models = {name: DistributedDataParallel(model) for name, model in models.items()}
+        torch.manual_seed(1 + dist.get_rank())
     return models, {name: torch.optim.Adam(model.parameters(), lr=1e-2) for name, model in models.items()}
 
 

@@ -100,6 +100,42 @@ def test_noise_of_one_seed_is_told_apart_from_dropouts() -> None:
     assert draw((7000, 1000)) == []  # the state of a dropout is another generator's
 
 
+def shared(state: int, shape: tuple[int, ...], *, again: bool = False) -> Draw:
+    return Draw(state, shape, again, shared=True)
+
+
+def test_noise_of_the_generator_that_torch_shares_is_judged_too() -> None:
+    """It was made a function of the sample on both sides, and nobody saw that all ranks drew the same."""
+
+    def kinds(noise: tuple[int, int], alone: tuple[int, ...] = (4, 5)) -> list[tuple[str, str]]:
+        def change(ranks: list[RunRecord]) -> None:
+            for run, state in zip(ranks, noise, strict=True):
+                run.steps[0].draws.append(shared(state, (2, 5)))
+
+        def one(run: RunRecord) -> None:
+            run.steps[0].draws.append(shared(7, alone))
+
+        return [(finding.verdict.kind, finding.verdict.what) for finding in judge(evidence(change, one))]
+
+    assert kinds((1, 2)) == []
+    said = "step 0: ranks 0 and 1 draw the same noise for different samples"
+    assert kinds((1, 1)) == [("S6", f"{said} (S6: data ranks drop the same units)")]
+    # Of one number for each: two numbers that ranks with two samples draw alike are no noise for them on one device.
+    assert kinds((1, 1), alone=(4,)) == []
+
+
+def test_noise_is_no_dropout_and_may_be_drawn_again() -> None:
+    right = step_of((0, 1, 2), (3,), (3, 0.1), (3, 0.5))
+    noisy = step_of((3, 4, 5), (3,), (3, 0.1), (3, 0.5))
+    noisy.draws += [shared(9, (3, 8)), shared(9, (3, 8), again=True)]
+    assert judged(ONE, right, noisy) == []
+    alone = replace(evidence(), ranks=[RunRecord(steps=[noisy])], world=WorldView((0,)))
+    assert judge_draws(alone, 0) == []
+    noisy.draws.append(shared(10, (3, 8), again=True))
+    (finding,) = judge_draws(alone, 0)
+    assert finding.verdict.kind == "S34" and "computes activations again with other noise" in finding.verdict.what
+
+
 def step_of(rows: Sequence[int], sizes: Sequence[int], *dropouts: tuple[int, float]) -> StepRecord:
     """A step in micro-batches of `sizes`, with dropouts of (rows of what is dropped, probability)."""
     draws = [Draw(place, (rows_of, 8), False, probability=p) for place, (rows_of, p) in enumerate(dropouts)]

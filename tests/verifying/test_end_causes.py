@@ -186,14 +186,15 @@ def test_what_ranks_saved_loaded_on_one_process(change: Change, expected: list[s
     assert [(finding.verdict.kind, finding.step) for finding in findings] == [(kind, 1) for kind in expected]
 
 
-def test_noise_that_goes_on_otherwise_is_called_noise() -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_noise_that_goes_on_otherwise_is_called_noise(own: bool) -> None:
     def resume(ranks: list[RunRecord]) -> None:
         for rank, run in enumerate(ranks):
-            run.steps[1].draws = [Draw(rank, (2, 4), False, own=True)]
+            run.steps[1].draws = [Draw(rank, (2, 4), False, own=own, shared=not own)]
             again = RunRecord(start=deepcopy(run.start), steps=deepcopy(run.steps[1:]))
             again.start.parameters = deepcopy(run.steps[0].parameters)
             again.start.buffers = deepcopy(run.steps[0].buffers)
-            again.steps[0].draws = [Draw(rank + 50, (2, 4), False, own=True)]
+            again.steps[0].draws = [Draw(rank + 50, (2, 4), False, own=own, shared=not own)]
             run.resumed, run.saved_before = again, 1
 
     def alone(run: RunRecord) -> None:

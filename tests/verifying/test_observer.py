@@ -96,6 +96,29 @@ def test_noise_of_a_generator_of_its_own_belongs_to_the_sample_too_and_is_noted(
     assert none == [] and torch.equal(after, moved) and not torch.equal(plain[0], whole[0])
 
 
+def test_noise_of_the_shared_generator_moves_it_on_and_is_noted() -> None:
+    """What is drawn next, for a dropout say, begins where it would without anybody watching."""
+
+    def states() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        found = []
+        for draw in (lambda: torch.randn(2, 5), lambda: torch.rand_like(torch.zeros(2, 3))):
+            draw()
+            found.append(torch.get_rng_state())
+        return found
+
+    plain, observer, draws = states(), Observer(), list[Draw]()
+    with observer.watching():
+        observer.feed([11, 12], draws)
+        seen = states()
+    assert all(torch.equal(one, other) for one, other in zip(plain, seen, strict=True))
+    assert [(draw.shape, draw.shared, draw.own, draw.noise) for draw in draws] == [
+        ((2, 5), True, False, True),
+        ((2, 3), True, False, True),
+    ]
+    assert draws[0].state != draws[1].state
+
+
 def test_noise_is_counted_from_the_beginning_of_each_forward() -> None:
     observer = Observer()
     with observer.watching():

@@ -1,6 +1,6 @@
 """How ranks drop, and what noise they draw: by the states of generators, and by what one device drops."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from itertools import combinations
 
@@ -14,6 +14,12 @@ AS_ONE = "give the model that the ranks run one device's probabilities, and its 
 COMPILED = "what dropouts draw in compiled code was not compared: there they let everything pass, and tell nothing"
 WHOLE_MODELS = {"dp", "dp_replicate", "dp_shard", "tp", "cp"}
 """Axes whose ranks each call all layers."""
+SORTS: tuple[tuple[Callable[[Draw], bool], str, str], ...] = (
+    (lambda draw: not draw.noise, "drop the same units of", "dropouts"),
+    (lambda draw: draw.own, "draw the same noise for", "draws"),
+    (lambda draw: draw.shared, "draw the same noise for", "draws"),
+)
+"""What is judged for itself, as its generators are other ones: what it is, what ranks do wrongly, and its name."""
 
 
 def judge_dropping(evidence: Evidence, step: int) -> list[Finding]:
@@ -72,7 +78,7 @@ def _layers(record: StepRecord) -> dict[float, Fraction] | None:
 
 def _dropouts(record: StepRecord) -> list[Draw]:
     """Of its forwards."""
-    return [draw for draw in record.draws if not draw.own and not draw.again]
+    return [draw for draw in record.draws if not draw.noise and not draw.again]
 
 
 def _in_words(probabilities: Collection[float]) -> str:
@@ -80,13 +86,13 @@ def _in_words(probabilities: Collection[float]) -> str:
 
 
 def judge_draws(evidence: Evidence, step: int) -> list[Finding]:
-    """Dropouts: other ones where samples or units differ, the same where ranks hold the same."""
+    """Dropouts and noise: other ones where samples or units differ, the same where ranks hold the same."""
     one, ranks = evidence.step(step)
     findings = _recomputed(ranks, step)
     world = evidence.world
     numbers = world.firsts
-    for own, what, word in ((False, "drop the same units of", "dropouts"), (True, "draw the same noise for", "draws")):
-        states = {rank: _states(ranks[rank], own) for rank in numbers}
+    for is_one, what, word in SORTS:
+        states = {rank: _states(ranks[rank], is_one, one) for rank in numbers}
         alike = [pair for pair in combinations(numbers, 2) if _begin_alike(*(states[rank] for rank in pair))]
         if alike:
             rank, other = alike[0]
@@ -106,9 +112,15 @@ def _begin_alike(states: set[int], others: set[int]) -> bool:
     return bool(same) and len(same) * 2 >= len(states)
 
 
-def _states(record: StepRecord, own: bool) -> set[int]:
-    """Of the generators before what forwards have drawn: for dropouts, or as noise of the program's own."""
-    return {draw.state for draw in record.draws if draw.own == own and not draw.again}
+def _states(record: StepRecord, is_one: Callable[[Draw], bool], one: StepRecord) -> set[int]:
+    """Of the generators before what forwards have drawn of a sort.
+
+    A draw of as many rows as a rank has samples need not be noise for them: a matrix that all ranks draw alike is
+    another. On one device, which has more samples, it is none with a row for each.
+    """
+    dims = {len(draw.shape) for draw in one.draws if draw.shared}
+    drawn = [draw for draw in record.draws if is_one(draw) and not draw.again]
+    return {draw.state for draw in drawn if not draw.shared or len(draw.shape) in dims}
 
 
 def _recomputed(ranks: Sequence[StepRecord], step: int) -> list[Finding]:
@@ -116,11 +128,11 @@ def _recomputed(ranks: Sequence[StepRecord], step: int) -> list[Finding]:
         seen = {draw.state for draw in record.draws if not draw.again}
         other = [draw for draw in record.draws if draw.again and draw.state not in seen]
         if other:
-            said = f"{len(other)} dropouts of the backward begin from a state that no forward of the step began from"
+            noise = all(draw.noise for draw in other)
+            what, word = ("noise", "draws") if noise else ("dropouts", "dropouts")
+            said = f"{len(other)} {word} of the backward begin from a state that no forward of the step began from"
             return [
-                found(
-                    "S34", f"step {step}: rank {rank} computes activations again with other dropouts", said, step=step
-                )
+                found("S34", f"step {step}: rank {rank} computes activations again with other {what}", said, step=step)
             ]
     return []
 
@@ -134,7 +146,8 @@ def _inside(evidence: Evidence, one: StepRecord, ranks: Sequence[StepRecord], st
         for twin in world.layer_twins(rank):
             if twin <= rank:
                 continue
-            for place, (mine, other) in enumerate(zip(ranks[rank].draws, ranks[twin].draws, strict=False)):
+            both = ([draw for draw in ranks[number].draws if not draw.shared] for number in (rank, twin))
+            for place, (mine, other) in enumerate(zip(*both, strict=False)):
                 alike, cut = mine.state == other.state, mine.shape[1:] not in whole
                 if alike == cut:
                     wrong.setdefault((rank, twin), (place, mine, cut))

@@ -226,8 +226,8 @@ def _resumed_step(load: _Load, rank: int, run: RunRecord, index: int) -> Finding
         return found("S17", f"{after} the learning rate of step {index} is {lr[0]}, without it {lr[1]}", step=index)
     drawn = [[draw.state for draw in record.draws] for record in (now, due)]
     if drawn[0] != drawn[1]:
-        own = any(draw.own for draw in due.draws)
-        what = "draws other noise" if own and _dropped(due) == _dropped(now) else "drops other units"
+        noise = any(draw.noise for draw in due.draws)
+        what = "draws other noise" if noise and _dropped(due) == _dropped(now) else "drops other units"
         return found("S21", f"{after} step {index} {what} on rank {rank}", step=index)
     lost = [name for name in due.state if name not in now.state]
     off = [n for n, part in due.state.items() if n in now.state and _apart(now.state[n].value, part.value)]
@@ -243,7 +243,7 @@ def _resumed_step(load: _Load, rank: int, run: RunRecord, index: int) -> Finding
 
 
 def _dropped(record: StepRecord) -> list[int]:
-    return [draw.state for draw in record.draws if not draw.own]
+    return [draw.state for draw in record.draws if not draw.noise]
 
 
 def _where(rows: Sequence[int], steps: Sequence[StepRecord]) -> str:

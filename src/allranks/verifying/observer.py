@@ -33,10 +33,10 @@ class Observer:
 
     Attributes:
         drops: whether dropouts drop; if not, they are recorded, draw their numbers, and let everything pass.
-        draws: the dropouts so far.
+        draws: the dropouts so far, and what was drawn with a row for each sample.
         rows: gives digests of the samples in work; noise with a row for each of them (torch.randn and the like) is then
             a function of the sample, so that it does not depend on who draws it.
-        own_noise: whether that holds of generators of the program's own, too; these draws are recorded.
+        own_noise: whether that holds of generators of the program's own, too.
         on_clip: called with (parameters, norm) before torch's clipping scales gradients.
         loaders: what torch's loaders and samplers do.
         permutations: those that are drawn while data is made.
@@ -121,9 +121,8 @@ class Observer:
             if not by_row or (own is not None and not self.own_noise):
                 return original(*args, **options)
             self.drawing = True
-            if own is not None:
-                self._note(shape, own=own)
-                original(*args, **options)  # what it draws next is what it would have been
+            self._note(shape, own=own, shared=own is None)
+            original(*args, **options)  # what is drawn next is what it would have been
             if like is not None:
                 options = {"dtype": like.dtype, "device": like.device} | options
             options = {k: value for k, value in options.items() if k not in ("size", "memory_format", "generator")}
@@ -161,6 +160,12 @@ class Observer:
         torch.rand(input.numel())
         self.drawing = False
 
-    def _note(self, shape: Sequence[int], probability: float = 0.0, own: torch.Generator | None = None) -> None:
+    def _note(
+        self,
+        shape: Sequence[int],
+        probability: float = 0.0,
+        own: torch.Generator | None = None,
+        shared: bool = False,
+    ) -> None:
         again = bool(torch._C._current_graph_task_id() != -1)
-        self.draws.append(Draw(torch_digest(own), tuple(shape), again, own is not None, float(probability)))
+        self.draws.append(Draw(torch_digest(own), tuple(shape), again, own is not None, float(probability), shared))

@@ -27,14 +27,15 @@ Parts = dict[str, Part]
 
 
 class Draw(NamedTuple):
-    """Random numbers for one dropout, or noise for the samples in work from a generator of the program's own.
+    """Random numbers for one dropout, or noise with a row for each of the samples in work.
 
     Attributes:
         state: digest of the generator before it.
         shape: of what was dropped or drawn.
         again: whether a recomputation during the backward drew them.
-        own: whether it is such noise.
+        own: whether it is such noise, of a generator of the program's own.
         probability: of a dropout.
+        shared: whether it is such noise, of the generator that torch's operations share.
     """
 
     state: int
@@ -42,6 +43,12 @@ class Draw(NamedTuple):
     again: bool
     own: bool = False
     probability: float = 0.0
+    shared: bool = False
+
+    @property
+    def noise(self) -> bool:
+        """Whether it is no dropout."""
+        return self.own or self.shared
 
 
 class Call(NamedTuple):
@@ -89,7 +96,7 @@ class StepRecord:
         groups: of an own loop, the parameters of each of them.
         updates: calls of optimizer.step.
         parameters, buffers, state: after the step; optimizer state as "exp_avg.NAME".
-        draws: dropouts, and noise of the program's own generators, in their order.
+        draws: dropouts, and noise with a row for each sample, in their order.
         seeds: digests of the generators (torch, numpy, python) before the step's batches were made.
         drew: whether making them drew random numbers of torch, numpy, python.
         kept: what `state` of the program gives.
