@@ -43,6 +43,45 @@ def test_ranks_of_one_layer_drop_alike_what_is_whole_and_otherwise_what_is_cut()
     assert with_draws(Draw(1, cut, False), Draw(1, cut, False)) == ["S7"]
 
 
+SEQ, WIDTH = 8, 6
+
+
+@pytest.mark.parametrize(
+    ("whole", "alone", "mine", "samples", "cut"),
+    [
+        ((SEQ, 5, WIDTH), 5, (SEQ // 2, 5, WIDTH), 5, True),  # the sequence first, of which each rank has a part
+        ((SEQ, 5, WIDTH), 5, (SEQ, 5, WIDTH), 5, False),
+        ((SEQ, 4, WIDTH), 4, (4, 4, WIDTH), 4, True),  # a part as long as there are samples
+        ((SEQ, 8, WIDTH), 8, (SEQ, 4, WIDTH), 4, False),  # beside data parallelism a rank has fewer samples
+        ((SEQ, 8, WIDTH), 8, (SEQ // 2, 4, WIDTH), 4, True),
+        ((5 * SEQ, WIDTH), 5, (5 * SEQ // 2, WIDTH), 5, True),  # all rows of all samples behind each other
+        ((8 * SEQ, WIDTH), 8, (4 * SEQ, WIDTH), 4, False),
+        ((8 * 10, WIDTH), 8, (20, WIDTH), 4, False),  # of shorter samples: no part
+        ((33, WIDTH), 5, (19, WIDTH), 5, False),  # tokens of an expert
+        ((8, SEQ, WIDTH), 8, (4, SEQ, WIDTH), 4, False),
+        ((8, SEQ, WIDTH), 8, (4, SEQ, WIDTH // 2), 4, True),
+        ((5, SEQ, WIDTH), 5, (5, SEQ // 2, WIDTH), 5, True),
+    ],
+)
+def test_parts_of_a_sequence_and_of_units_are_told_from_fewer_samples(
+    whole: tuple[int, ...], alone: int, mine: tuple[int, ...], samples: int, cut: bool
+) -> None:
+    """`whole` of `alone` samples on one device, `mine` of `samples` on two ranks of one layer."""
+    one = StepRecord(rows=[*range(alone)], batch_sizes=(alone,), draws=[Draw(1, whole, False)])
+
+    def kinds(*states: int) -> list[str]:
+        ranks = [
+            StepRecord(rows=[*range(samples)], batch_sizes=(samples,), draws=[Draw(state, mine, False)])
+            for state in states
+        ]
+        runs = [RunRecord(steps=[rank]) for rank in ranks]
+        both = Evidence(OneDevice(RunRecord(steps=[one])), runs, TENSOR_WORLD)
+        return [finding.verdict.kind for finding in judge_draws(both, 0)]
+
+    assert kinds(1, 1) == (["S7"] if cut else [])
+    assert kinds(1, 2) == ([] if cut else ["S7"])
+
+
 def test_ranks_of_two_stages_drop_for_themselves() -> None:
     """A stage calls what is before it and has no parameters, too, on values that nobody takes."""
     assert with_draws(Draw(1, (2, 8), False), Draw(2, (2, 8), False), WorldView((0, 0), {"pp": 2})) == []

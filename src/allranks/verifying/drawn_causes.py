@@ -12,6 +12,7 @@ from allranks.verifying.world_view import WorldView
 
 AS_ONE = "give the model that the ranks run one device's probabilities, and its mode (train() before the forward)"
 COMPILED = "what dropouts draw in compiled code was not compared: there they let everything pass, and tell nothing"
+FIRST, SECOND = "samples first", "sequence first"
 WHOLE_MODELS = {"dp", "dp_replicate", "dp_shard", "tp", "cp"}
 """Axes whose ranks each call all layers."""
 SORTS: tuple[tuple[Callable[[Draw], bool], str, str], ...] = (
@@ -139,8 +140,7 @@ def _recomputed(ranks: Sequence[StepRecord], step: int) -> list[Finding]:
 
 def _inside(evidence: Evidence, one: StepRecord, ranks: Sequence[StepRecord], step: int) -> list[Finding]:
     """Ranks with the same samples and layers: alike where the activation is whole, different where it is cut."""
-    # How many samples a forward has is no matter of the layer.
-    world, whole = evidence.world, {draw.shape[1:] for draw in one.draws}
+    world = evidence.world
     wrong: dict[tuple[int, int], tuple[int, Draw, bool]] = {}
     for rank in range(world.size):
         for twin in world.layer_twins(rank):
@@ -148,7 +148,7 @@ def _inside(evidence: Evidence, one: StepRecord, ranks: Sequence[StepRecord], st
                 continue
             both = ([draw for draw in ranks[number].draws if not draw.shared] for number in (rank, twin))
             for place, (mine, other) in enumerate(zip(*both, strict=False)):
-                alike, cut = mine.state == other.state, mine.shape[1:] not in whole
+                alike, cut = mine.state == other.state, _is_cut(mine, ranks[rank], one)
                 if alike == cut:
                     wrong.setdefault((rank, twin), (place, mine, cut))
     for (rank, twin), (place, mine, cut) in wrong.items():
@@ -159,6 +159,36 @@ def _inside(evidence: Evidence, one: StepRecord, ranks: Sequence[StepRecord], st
                   step=step)
         ]  # fmt: skip
     return []
+
+
+def _is_cut(draw: Draw, record: StepRecord, one: StepRecord) -> bool:
+    """Whether a rank has dropped a part of what one device drops as a whole, by shapes without their samples.
+
+    How many samples a forward has is no matter of the layer. They are the first dim, or the second behind the
+    sequence's, or several rows of the first are one sample's: a part may be one in these rows as well as in what
+    follows. Numbers of rows that are filled up, or chosen, are compared where one device has the same samples.
+    """
+    due = {form for other in one.draws for form in _without_samples(other, one)}
+    mine = _without_samples(draw, record)
+    if mine & due:
+        return False
+    alike = sorted(record.rows) == sorted(one.rows)
+    for kind, rows, rest in mine:
+        wholes = [other for like, other, others in due if (like, others) == (kind, rest)]
+        if (kind == SECOND or alike) and any(other > rows and other % rows == 0 for other in wholes):
+            return True
+    return draw.shape[1:] not in {other.shape[1:] for other in one.draws}
+
+
+def _without_samples(draw: Draw, record: StepRecord) -> set[tuple[str, int, tuple[int, ...]]]:
+    """What a shape may be but for the samples of a forward: (where these are, rows of a sample, other dims)."""
+    found = set[tuple[str, int, tuple[int, ...]]]()
+    for samples in record.batch_sizes if not record.packed and draw.shape and draw.shape[0] else ():
+        if draw.shape[1:2] == (samples,):
+            found.add((SECOND, draw.shape[0], draw.shape[2:]))
+        if samples and draw.shape[0] % samples == 0:
+            found.add((FIRST, draw.shape[0] // samples, draw.shape[1:]))
+    return found
 
 
 def _along(world: WorldView, pairs: Collection[tuple[int, int]], axis: str) -> str:
