@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from allranks.verifying.drawn_causes import AS_ONE, judge_draws, judge_dropping
+from allranks.verifying.answer import Answer
+from allranks.verifying.drawn_causes import AS_ONE, is_single_noise_alike, judge_draws, judge_dropping
 from allranks.verifying.evidence import Evidence
+from allranks.verifying.findings import found
 from allranks.verifying.judge import judge
 from allranks.verifying.recording import Draw, OneDevice, RunRecord, StepRecord
 from allranks.verifying.world_view import WorldView
@@ -161,6 +164,25 @@ def test_noise_of_the_generator_that_torch_shares_is_judged_too() -> None:
     assert kinds((1, 1)) == [("S6", f"{said} (S6: data ranks drop the same units)")]
     # Of one number for each: two numbers that ranks with two samples draw alike are no noise for them on one device.
     assert kinds((1, 1), alone=(4,)) == []
+
+
+def test_as_many_numbers_as_samples_on_one_side_alone_are_no_noise_for_them() -> None:
+    def answer(alone: Sequence[Draw], *ranks: Sequence[Draw], **more: Any) -> Answer:
+        def run(rows: int, draws: Sequence[Draw]) -> RunRecord:
+            return RunRecord(steps=[StepRecord(rows=[*range(rows)], draws=[*draws])])
+
+        given = {"findings": (found("S16", "off"),), **more}
+        return Answer(one=OneDevice(run(4, alone)), ranks=[run(2 if draws else 0, draws) for draws in ranks], **given)
+
+    alone, mine, again = shared(1, (4,)), shared(2, (2,)), shared(2, (2,), again=True)
+    wide = shared(3, (2, 5))
+    assert is_single_noise_alike(answer([alone], [mine], [mine, again, wide], []))
+    assert not is_single_noise_alike(answer([alone], [mine], [wide]))
+    assert not is_single_noise_alike(answer([alone], [mine], [mine, mine]))
+    assert not is_single_noise_alike(answer([], [mine], [mine]))
+    assert is_single_noise_alike(answer([alone], [wide], [wide], findings=()))
+    assert is_single_noise_alike(answer([alone], [wide], [wide], noise=found("S16", "off").verdict))
+    assert is_single_noise_alike(Answer())
 
 
 def test_noise_is_no_dropout_and_may_be_drawn_again() -> None:

@@ -119,6 +119,26 @@ def test_noise_of_the_shared_generator_moves_it_on_and_is_noted() -> None:
     assert draws[0].state != draws[1].state
 
 
+def test_one_number_for_each_sample_is_noise_too() -> None:
+    """The times of a flow, say; of the shared generator, and where nobody has seen that it is by chance."""
+
+    def drawn(rows: list[int], *, single_noise: bool = True) -> tuple[torch.Tensor, list[Draw]]:
+        observer, draws = Observer(own_noise=True, single_noise=single_noise), list[Draw]()
+        torch.manual_seed(3)
+        with observer.watching():
+            observer.feed(rows, draws)
+            found = torch.rand(len(rows))
+            torch.rand(len(rows), generator=torch.Generator().manual_seed(4))
+            torch.rand(()), torch.rand(7)
+        return found, draws
+
+    whole, seen = drawn([11, 12, 13])
+    part, _ = drawn([12, 13])
+    assert torch.equal(part, whole[1:]) and [(draw.shape, draw.single) for draw in seen] == [((3,), True)]
+    plain, none = drawn([11, 12, 13], single_noise=False)
+    assert none == [] and not torch.equal(plain, whole)
+
+
 def test_noise_is_counted_from_the_beginning_of_each_forward() -> None:
     observer = Observer()
     with observer.watching():

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allranks
 from allranks.errors import ConfigError
+from allranks.verifying.answer import Answer
 from allranks.verifying.own_verify import EVEN, OWN_PRECISION, PACKED, hindrance, not_tried, say_packed, verify_program
 from allranks.verifying.recording import Noise, OneDevice, RunRecord
 from allranks.verifying.variants import ORDERED
@@ -258,6 +259,37 @@ def test_a_loop_that_draws_by_itself_cannot_be_verified() -> None:
     answer = allranks.verify(build, noisy, batches())
     assert answer.exit_code == 3 and not answer.equal
     assert "not deterministic on one device" in str(answer) and "randn" in str(answer)
+
+
+def flowing(*, apart: bool, scaled: bool = False) -> Answer:
+    """Of a loop whose samples each have a time, the same on all ranks unless `apart`; or whose features have a scale,
+    drawn as many as one device has samples.
+    """
+
+    def built(distributed: bool) -> Any:
+        model, optimizer = plain(distributed)
+        if distributed and apart:
+            torch.manual_seed(100 + dist.get_rank())
+        return model, optimizer
+
+    def step(model: Any, optimizer: Any, some: Any) -> float:
+        times = [torch.rand(8)[:6] if scaled else torch.rand(len(x))[:, None] for x, _ in some]
+        return train(model, optimizer, [(x * time, y) for time, (x, y) in zip(times, some, strict=True)])
+
+    return allranks.verify(built, step, batches(), num_steps=2)
+
+
+@pytest.mark.parametrize(("apart", "kinds"), [(True, []), (False, ["S6"])])
+def test_a_number_for_each_sample_is_verified(apart: bool, kinds: list[str]) -> None:
+    """It could not be, and the answer said to draw it by rand with one row for each sample, as it was."""
+    answer = flowing(apart=apart)
+    assert answer.exit_code == len(kinds), str(answer)
+    assert [finding.verdict.kind for finding in answer.findings] == kinds
+
+
+def test_as_many_numbers_as_samples_by_chance_accuse_nobody() -> None:
+    answer = flowing(apart=True, scaled=True)
+    assert answer.exit_code == 3 and "not deterministic on one device" in str(answer), str(answer)
 
 
 def noise_of(scale: float, *, wrong: bool) -> Callable[[Any, Any, Any], float]:

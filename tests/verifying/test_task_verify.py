@@ -14,9 +14,10 @@ from allranks.training.counted_parameters import count_parameters
 from allranks.verifying import task_verify
 from allranks.verifying.answer import Answer
 from allranks.verifying.drawn_causes import COMPILED
-from allranks.verifying.plan import plan_run
-from allranks.verifying.recording import OneDevice
-from allranks.verifying.shrinking import Room
+from allranks.verifying.findings import found
+from allranks.verifying.plan import Plan, plan_run
+from allranks.verifying.recording import Draw, OneDevice, RunRecord, StepRecord
+from allranks.verifying.shrinking import Room, Size
 from allranks.verifying.task_ranks import Errand
 from allranks.verifying.task_verify import NOT_EVALUATED, hindrance, run_task_alone, verify_task
 from tests.commands import POINTS, PROGRAMS
@@ -71,8 +72,27 @@ class Named(Points):
     answer = verify(f"{tmp_path / 'named.py'}:Named", "ddp")
     assert answer.exit_code == 0, str(answer)
     assert answer.one is not None
-    assert [len(step.draws) for step in answer.one.run.steps] == [2] * 4
-    assert [len(step.draws) for step in answer.ranks[0].steps] == [6] * 4, "of three micro-steps"
+    for run, micro_steps in ((answer.one.run, 1), (answer.ranks[0], 3)):
+        drawn = [[draw.noise for draw in step.draws] for step in run.steps]
+        assert drawn == [[True, False, False] * micro_steps] * 4
+
+
+@pytest.mark.parametrize(("drawn", "runs"), [(1, [True]), (0, [True, False])])
+def test_numbers_that_were_taken_for_noise_by_chance_are_left_as_they_are(
+    drawn: int, runs: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides run once more then; not where each draws one for each of its samples."""
+    tried = []
+
+    def judged(plan: Plan, num_steps: int, size: Size, *, single_noise: bool = True) -> Answer:
+        tried.append(single_noise)
+        draw = Draw(1, (4,), False, shared=True)
+        one, rank = (RunRecord(steps=[StepRecord(rows=[1, 2, 3, 4], draws=[draw] * often)]) for often in (1, drawn))
+        return Answer((found("S16", "off"),), OneDevice(one), [rank])
+
+    monkeypatch.setattr(task_verify, "_verify", judged)
+    verify(POINTS, "ddp")
+    assert tried == runs
 
 
 @pytest.mark.distributed

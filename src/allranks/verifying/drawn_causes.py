@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from itertools import combinations
 
+from allranks.verifying.answer import Answer
 from allranks.verifying.data_causes import judge_fed
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import OTHER, Finding, found
@@ -84,6 +85,23 @@ def _dropouts(record: StepRecord) -> list[Draw]:
 
 def _in_words(probabilities: Collection[float]) -> str:
     return ", ".join(f"{p:g}" for p in sorted(probabilities)) or "nothing"
+
+
+def is_single_noise_alike(answer: Answer) -> bool:
+    """Whether one device and each rank that has samples in a step draw one number for each of them equally often.
+
+    If not, as many numbers as samples have been taken for noise by chance on one side alone, and what was found may
+    come of that.
+    """
+    if not answer.findings or answer.one is None or answer.noise is not None:
+        return True
+    steps = zip(*(run.steps for run in (answer.one.run, *answer.ranks)), strict=False)
+    return all(len({_often(record) for record in records if record.rows}) <= 1 for records in steps)
+
+
+def _often(record: StepRecord) -> Fraction:
+    drawn = [draw for draw in record.draws if draw.single and not draw.again]
+    return Fraction(sum(draw.shape[0] for draw in drawn), len(record.rows))
 
 
 def judge_draws(evidence: Evidence, step: int) -> list[Finding]:

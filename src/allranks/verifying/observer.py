@@ -37,6 +37,8 @@ class Observer:
         rows: gives digests of the samples in work; noise with a row for each of them (torch.randn and the like) is then
             a function of the sample, so that it does not depend on who draws it.
         own_noise: whether that holds of generators of the program's own, too.
+        single_noise: whether it holds of what has no other dims, too: one number for each sample, of the generator that
+            torch's operations share. As many numbers may be something else by chance.
         on_clip: called with (parameters, norm) before torch's clipping scales gradients.
         loaders: what torch's loaders and samplers do.
         permutations: those that are drawn while data is made.
@@ -51,6 +53,7 @@ class Observer:
     loaders: LoaderWatch = field(default_factory=LoaderWatch)
     permutations: PermutationWatch = field(default_factory=PermutationWatch)
     own_noise: bool = False
+    single_noise: bool = True
     compiled: bool = False
     drawing: bool = False
     _calls: int = 0
@@ -116,9 +119,10 @@ class Observer:
             sizes = like.shape if like is not None else args[0] if args and not isinstance(args[0], int) else args
             shape = tuple(options.get("size", sizes))
             rows = self.rows()
-            by_row = len(rows) > 0 and len(shape) > 1 and shape[0] == len(rows)
+            by_row = len(rows) > 0 and shape[:1] == (len(rows),)
             own = options.get("generator")
-            if not by_row or (own is not None and not self.own_noise):
+            wanted = self.own_noise and len(shape) > 1 if own is not None else self.single_noise or len(shape) > 1
+            if not by_row or not wanted:
                 return original(*args, **options)
             self.drawing = True
             self._note(shape, own=own, shared=own is None)

@@ -31,8 +31,7 @@ from allranks.verifying.update_state import (
 )
 from allranks.verifying.wrapper_watch import WrapperWatch
 
-SEED = 20261121
-OF_A_STEP = 1000
+SEED, OF_A_STEP = 20261121, 1000
 
 
 @final
@@ -50,7 +49,7 @@ class Setting:
         lowered: the low precision in which it computes, whose ulp that is; None: the parameters' own.
         shuffled: feed the samples of every batch in another order.
         resume: whether to save and load.
-        own_noise: see Observer.
+        own_noise, single_noise: see Observer.
     """
 
     num_steps: int
@@ -63,6 +62,7 @@ class Setting:
     shuffled: bool = False
     resume: bool = True
     own_noise: bool = True
+    single_noise: bool = True
 
 
 @contextmanager

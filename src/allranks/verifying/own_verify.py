@@ -13,7 +13,7 @@ from allranks.surviving.launch import launch_without_gpus
 from allranks.verifying.answer import Answer, cannot, equal_steps
 from allranks.verifying.data_causes import judge_fed
 from allranks.verifying.determinism import incomparable
-from allranks.verifying.drawn_causes import say_compiled
+from allranks.verifying.drawn_causes import is_single_noise_alike, say_compiled
 from allranks.verifying.end_causes import judge_reshard
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge, judge_ranks
@@ -104,10 +104,12 @@ def verify_program(source: Source, *, nproc: int = 2, num_steps: int = 4) -> Ans
 def _verify(source: Source, nproc: int, num_steps: int) -> Answer:
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
         answer = _verified(source, Setting(num_steps, folder=f"{folder}/one"), nproc)
-        if _noise_is_alike(answer):
+        own, single = _noise_is_alike(answer), is_single_noise_alike(answer)
+        if own and single:
             return answer
         # Noise that is drawn for all and shared out, say: then it is what it is, for samples in their places.
-        return _verified(source, Setting(num_steps, folder=f"{folder}/again/one", own_noise=False), nproc)
+        again = Setting(num_steps, folder=f"{folder}/again/one", own_noise=own, single_noise=single)
+        return _verified(source, again, nproc)
 
 
 def _noise_is_alike(answer: Answer) -> bool:

@@ -50,6 +50,11 @@ class Draw(NamedTuple):
         """Whether it is no dropout."""
         return self.own or self.shared
 
+    @property
+    def single(self) -> bool:
+        """Whether it is noise of one number for each sample."""
+        return self.noise and len(self.shape) == 1
+
 
 class Call(NamedTuple):
     """What a module is given in a forward, or gives, by numbers that do not depend on the order of its samples.

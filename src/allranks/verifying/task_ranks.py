@@ -65,6 +65,7 @@ class Errand:
         evaluate: whether to measure the validation samples in the end.
         keep: repeats that are kept of each row of equal blocks; None: all.
         forwards: of a step on each rank; stateful: whether one moves state of its own, and one device makes as many.
+        single_noise: see Observer.
     """
 
     request: TrainRequest
@@ -78,6 +79,7 @@ class Errand:
     keep: int | None = None
     forwards: int = 1
     stateful: bool = False
+    single_noise: bool = True
 
 
 @final
@@ -127,7 +129,7 @@ def run_task_rank(errand: Errand) -> TaskRecord:
     layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
     choice = choose_device(environment, "cpu", "auto", layout)  # the run's own backend may be one for GPUs
     start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
-    observer = Observer()
+    observer = Observer(single_noise=errand.single_noise)
     try:
         exact = prepared.config.train.precision == "float64"
         with observer.watching(), default_dtype(torch.float64 if exact else None):

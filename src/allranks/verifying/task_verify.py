@@ -16,7 +16,7 @@ from allranks.surviving.launch import launch_without_gpus
 from allranks.training.prepare import prepare
 from allranks.verifying.answer import Answer, cannot, equal_steps
 from allranks.verifying.determinism import find_noise, incomparable
-from allranks.verifying.drawn_causes import say_compiled
+from allranks.verifying.drawn_causes import is_single_noise_alike, say_compiled
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
@@ -76,15 +76,19 @@ def _verify_sized(plan: Plan, request: TrainRequest, num_steps: int) -> Answer:
         size = choose_size(plan.task, room, lambda words: with_settings(words).task)
     if size.hindrance:
         return cannot("the model is too large to be verified on this machine", size.hindrance, TOO_LARGE)
-    answer = _verify(with_settings(size.settings) if size.settings else plan, num_steps, size)
+    sized = with_settings(size.settings) if size.settings else plan
+    answer = _verify(sized, num_steps, size)
+    if not is_single_noise_alike(answer):
+        answer = _verify(sized, num_steps, size, single_noise=False)
     return replace(answer, shrunk=size.note)
 
 
-def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
+def _verify(plan: Plan, num_steps: int, size: Size, *, single_noise: bool = True) -> Answer:
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
         saves = saves_of(num_steps)
         forwards = cut_step(plan.config.train, plan.layout).num_micro_steps()
         errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", saves, keep=size.keep, forwards=forwards)
+        errand = replace(errand, single_noise=single_noise)
         with failing(*ALONE):
             one: OneDevice = launch_without_gpus(run_task_alone, errand, nproc=1)[0]
         stopped = hindrance(one)
@@ -145,7 +149,7 @@ def evidence_of(one: OneDevice, ranks: Sequence[TaskRecord]) -> Evidence:
 def run_task_alone(errand: Errand) -> OneDevice:
     """One device: the run, and with another rounding; or why it is not the same again. In a process of `launch`."""
     prepared = prepare(errand.request)
-    observer = Observer()
+    observer = Observer(single_noise=errand.single_noise)
     with observer.watching(), default_dtype(torch.float64):
         shortened = shorten_validation(prepared.task)
         shrink(prepared.task, errand.keep)
