@@ -1,5 +1,6 @@
 """Optimizers of what a program builds, their numbers and their tensors."""
 
+import pytest
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -28,6 +29,14 @@ def test_settings_are_numbers_and_those_of_pairs() -> None:
     found = settings_of(optimizer.param_groups[0])
     assert (found["lr"], found["betas.0"], found["betas.1"]) == (0.5, 0.8, 0.95)
     assert "params" not in found and "betas" not in found
+
+
+@pytest.mark.parametrize("how", ["fused", "foreach", "capturable", "differentiable"])
+def test_how_an_update_is_computed_is_no_setting(how: str) -> None:
+    parameters = [torch.zeros(1, requires_grad=True)]
+    some, others = (torch.optim.AdamW(parameters, lr=0.5, **options) for options in ({}, {how: True}))  # type: ignore[arg-type]
+    assert settings_of(some.param_groups[0]) == settings_of(others.param_groups[0])
+    assert settings_of(torch.optim.AdamW(parameters, amsgrad=True).param_groups[0])["amsgrad"] == 1.0
 
 
 def test_settings_of_a_part_of_the_groups_stand_where_one_device_has_them() -> None:

@@ -14,6 +14,8 @@ from allranks.verifying.observation import part_of
 from allranks.verifying.recording import Part, Parts, RunRecord, StepRecord
 
 SCALING = ("unscale_", "step", "update")
+IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+"""Of torch's optimizers: how an update is computed, not which."""
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
@@ -24,11 +26,15 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a param_group by name; those of a pair, such as Adam's betas, as `betas.0` and `betas.1`."""
+    """The numbers of a param_group by name; those of a pair, such as Adam's betas, as `betas.0` and `betas.1`.
+
+    Without those that change nothing (`IMPLEMENTATION`): mixed DTensors need `foreach=False`, say, on the ranks alone.
+    """
     several = {
         f"{k}.{place}": v for k, some in group.items() if isinstance(some, tuple) for place, v in enumerate(some)
     }
-    return {key: float(value) for key, value in {**group, **several}.items() if key != "params" and is_number(value)}
+    left_out = {"params", *IMPLEMENTATION}
+    return {k: float(value) for k, value in {**group, **several}.items() if k not in left_out and is_number(value)}
 
 
 def names_of(group: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> frozenset[str]:
