@@ -88,6 +88,23 @@ def test_a_program_may_skip_by_itself() -> None:
         assert [float(batches[0]) for batches in found] == [2.0, 3.0]
 
 
+def test_a_third_argument_of_the_programs_own_is_left_to_it() -> None:
+    """Its seed was set to the number of steps that were done."""
+
+    def seeded(rank: int, world_size: int, seed: int = 5) -> Any:
+        return [[torch.tensor([float(10 * seed + step)])] for step in range(4)]
+
+    def named(rank: int, world_size: int, first_step: int = 0) -> Any:
+        return [[torch.tensor([50.0 + step])] for step in range(first_step, 4)]
+
+    def several(*arguments: int) -> Any:
+        return named(*arguments)
+
+    for data in (seeded, named, several):
+        found = program(data).steps(0, 1, 2)
+        assert [float(batches[0]) for batches in found] == [52.0, 53.0]
+
+
 def test_rows_follow_their_samples() -> None:
     batch, rows = (torch.arange(5), torch.ones(5, 2)), [10, 11, 12, 13, 14]
     order = order_of(batch, 3)

@@ -190,8 +190,8 @@ def _one_batch_a_step(
 def _merged(program: Program, fed: list[list[Any]] | None = None) -> Callable[[int, int], Any]:
     """Its data with all micro-batches of a step as one; these are added to `fed` as they are made."""
 
-    def data(rank: int, size: int, first: int = 0) -> Any:
-        for batches in program.steps(rank, size, first):
+    def data(rank: int, size: int, first_step: int = 0) -> Any:
+        for batches in program.steps(rank, size, first_step):
             if fed is not None:
                 fed.append(batches)
             whole = merge(batches) if len(batches) > 1 else None

@@ -29,8 +29,9 @@ class Program:
         data: what each step is fed. Either a list of global batches, one a step, each a tensor, tuple or dict of
             tensors whose first dim counts samples: with N processes each gets a consecutive share of near-equal size,
             one process gets all; or a function (rank, world_size) -> an iterable of steps, each a list of this rank's
-            micro-batches, where (0, 1) gives what one device gets. Where it takes a third argument, that is the number
-            of steps that are done: a resumed run is given what comes after them, by the program's own skipping.
+            micro-batches, where (0, 1) gives what one device gets. Where it takes a third argument (`first_step`, or
+            one without a default), that is the number of steps that are done: a resumed run is given what comes after
+            them, by the program's own skipping.
         micro_batches: into how many micro-batches a share of a list is cut.
         evaluate: (model, batches) -> {name: value}, or None; run on every process after the last step.
         validation: what it is measured on: one global batch, or a function (rank, world_size) -> batches.
@@ -53,7 +54,7 @@ class Program:
     def steps(self, rank: int, world_size: int, first: int = 0) -> Iterator[list[Any]]:
         """The micro-batches of each step from `first` on, on this rank; [] where it has none."""
         if callable(self.data):
-            skips = _takes(self.data, 3)
+            skips = _skips(self.data)
             steps = _iterate(self.data(rank, world_size, *([first] if skips else [])), "data(rank, world_size)")
             for batches in steps if skips else islice(steps, first, None):
                 if not isinstance(batches, list | tuple):
@@ -197,6 +198,18 @@ def _takes(function: Callable[..., Any], number: int) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _skips(data: Callable[..., Any]) -> bool:
+    """Whether it takes the number of steps that are done: as its third argument, and not one of the program's own.
+
+    Such a one has a default and another name than `first_step`.
+    """
+    if not _takes(data, 3):
+        return False
+    third = [*inspect.signature(data).bind(*range(3)).arguments][-1]
+    parameter = inspect.signature(data).parameters[third]
+    return parameter.default is inspect.Parameter.empty or third == "first_step"
 
 
 def _check_arguments(function: Callable[..., Any], word: str, needs: int, name: str) -> None:
