@@ -13,20 +13,49 @@ from torch.utils.data import DistributedSampler, RandomSampler, dataloader
 
 @final
 @dataclass
-class LoaderWatch:
-    """What loaders have done since `reset`.
+class _Epoch:
+    """One that a shuffling DistributedSampler has begun.
 
     Attributes:
-        repeated: epochs that a shuffling DistributedSampler has begun once more, in the very order of before.
+        order: what its order follows from: epoch, seed, rank, replicas.
+        used: whether steps were made of it; not where a program has taken a look at one batch.
     """
 
-    repeated: list[int] = field(default_factory=list)
-    _begun: list[tuple[Any, tuple[int, ...]]] = field(default_factory=list)
+    dataset: Any
+    order: tuple[int, ...]
+    used: bool = False
+
+
+@final
+@dataclass
+class LoaderWatch:
+    """What loaders have done since `reset`."""
+
+    _epochs: list[_Epoch] = field(default_factory=list)
+    _giving: dict[int, _Epoch] = field(default_factory=dict)
     _draws: dict[int, int] = field(default_factory=dict)
+    _stepped: bool = False
 
     def reset(self) -> None:
         """Forget everything."""
-        self.repeated, self._begun, self._draws = [], [], {}
+        self._epochs, self._giving, self._draws, self._stepped = [], {}, {}, False
+
+    @property
+    def repeated(self) -> list[int]:
+        """Epochs of a shuffling DistributedSampler that steps were made of once more, in the very order of before."""
+        used = [epoch for epoch in self._epochs if epoch.used]
+        return [
+            one.order[0]
+            for place, one in enumerate(used)
+            if any(one.dataset is other.dataset and one.order == other.order for other in used[:place])
+        ]
+
+    def note_step(self) -> None:
+        """A step is made of what was given: of each dataset by the epoch that has given last."""
+        for epoch in self._giving.values():
+            epoch.used = True
+        self._giving.clear()
+        self._stepped = True
 
     def is_own_draw(self, before: int, after: int) -> bool:
         """Whether loaders alone have moved torch's generator between two digests of its state.
@@ -45,21 +74,40 @@ class LoaderWatch:
             stack.enter_context(patch.object(RandomSampler, "__iter__", self._drawing_first(RandomSampler.__iter__)))
             base: Any = dataloader._BaseDataLoaderIter
             stack.enter_context(patch.object(base, "__init__", self._drawing(base.__init__)))
+            stack.enter_context(patch.object(base, "__next__", self._ending(base.__next__)))
             yield
 
     def _noting_epochs(self) -> Callable[[Any], Iterator[Any]]:
         original = DistributedSampler.__iter__
 
         def iterate(sampler: Any) -> Iterator[Any]:
+            if not sampler.shuffle:
+                return original(sampler)
             # The order follows from these alone, also where the sampler is made anew for every epoch.
-            order = sampler.epoch, sampler.seed, sampler.rank, sampler.num_replicas
-            if sampler.shuffle:
-                if any(dataset is sampler.dataset and order == known for dataset, known in self._begun):
-                    self.repeated.append(sampler.epoch)
-                self._begun.append((sampler.dataset, order))
-            return original(sampler)
+            epoch = _Epoch(sampler.dataset, (sampler.epoch, sampler.seed, sampler.rank, sampler.num_replicas))
+            self._epochs.append(epoch)
+            return self._given(epoch, original(sampler))
 
         return iterate
+
+    def _given(self, epoch: _Epoch, order: Iterator[Any]) -> Iterator[Any]:
+        for index in order:
+            self._giving[id(epoch.dataset)] = epoch
+            yield index
+
+    def _ending(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Where all batches are made before the first step: a loader that was read to its end was no look."""
+
+        def following(iterator: Any) -> Any:
+            try:
+                return original(iterator)
+            except StopIteration:
+                begun = [epoch for epoch in self._epochs if epoch.dataset is iterator._dataset]
+                if begun and not self._stepped:
+                    begun[-1].used = True
+                raise
+
+        return following
 
     def _drawing(self, original: Callable[..., None]) -> Callable[..., None]:
         def begin(iterator: Any, loader: Any) -> None:

@@ -99,9 +99,11 @@ class Observer:
             yield
 
     def feed(self, rows: Sequence[int] | Callable[[], Sequence[int]], draws: list[Draw] | None = None) -> None:
-        """Samples with these digests are in work from now on, and dropouts are noted in `draws`."""
+        """Samples with these digests are in work from now on, those of a step where `draws` notes its dropouts."""
         self.begin_forward(rows)
         self.draws = [] if draws is None else draws
+        if draws is not None:
+            self.loaders.note_step()
 
     def begin_forward(self, rows: Sequence[int] | Callable[[], Sequence[int]] | None = None) -> None:
         """A forward begins: noise is counted from the first on. `rows`: its samples, where they are others."""
