@@ -2,14 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from allranks.verifying.answer import Answer
-from allranks.verifying.drawn_causes import AS_ONE, is_single_noise_alike, judge_draws, judge_dropping
+from allranks.verifying.drawn_causes import AS_ONE, judge_draws, judge_dropping
 from allranks.verifying.evidence import Evidence
-from allranks.verifying.findings import found
 from allranks.verifying.judge import judge
 from allranks.verifying.recording import Draw, OneDevice, RunRecord, StepRecord
 from allranks.verifying.world_view import WorldView
@@ -166,23 +163,26 @@ def test_noise_of_the_generator_that_torch_shares_is_judged_too() -> None:
     assert kinds((1, 1), alone=(4,)) == []
 
 
-def test_as_many_numbers_as_samples_on_one_side_alone_are_no_noise_for_them() -> None:
-    def answer(alone: Sequence[Draw], *ranks: Sequence[Draw], **more: Any) -> Answer:
-        def run(rows: int, draws: Sequence[Draw]) -> RunRecord:
-            return RunRecord(steps=[StepRecord(rows=[*range(rows)], draws=[*draws])])
+def test_ranks_of_one_layer_that_draw_other_noise_are_told_where_it_matters() -> None:
+    """Not where they take it from one of them; and of a part of an activation the gradients tell."""
 
-        given = {"findings": (found("S16", "off"),), **more}
-        return Answer(one=OneDevice(run(4, alone)), ranks=[run(2 if draws else 0, draws) for draws in ranks], **given)
+    def kinds(mine: tuple[int, ...], states: tuple[int, int], *, matters: bool) -> list[tuple[str, str]]:
+        one = StepRecord(rows=[0, 1], batch_sizes=(2,), draws=[shared(1, (2, 8))])
+        # A dropout before it on one rank alone is compared with no noise.
+        before: list[list[Draw]] = [[Draw(9, (2, 8), False)], []]
+        ranks = [
+            StepRecord(rows=[0, 1], batch_sizes=(2,), draws=[*some, shared(state, mine)])
+            for some, state in zip(before, states, strict=True)
+        ]
+        runs = [RunRecord(steps=[rank]) for rank in ranks]
+        both = Evidence(OneDevice(RunRecord(steps=[one])), runs, TENSOR_WORLD, noise_matters=lambda: matters)
+        return [(finding.verdict.kind, finding.verdict.what) for finding in judge_draws(both, 0)]
 
-    alone, mine, again = shared(1, (4,)), shared(2, (2,)), shared(2, (2,), again=True)
-    wide = shared(3, (2, 5))
-    assert is_single_noise_alike(answer([alone], [mine], [mine, again, wide], []))
-    assert not is_single_noise_alike(answer([alone], [mine], [wide]))
-    assert not is_single_noise_alike(answer([alone], [mine], [mine, mine]))
-    assert not is_single_noise_alike(answer([], [mine], [mine]))
-    assert is_single_noise_alike(answer([alone], [wide], [wide], findings=()))
-    assert is_single_noise_alike(answer([alone], [wide], [wide], noise=found("S16", "off").verdict))
-    assert is_single_noise_alike(Answer())
+    ((kind, what),) = kinds((2, 8), (1, 2), matters=True)
+    assert kind == "S7" and "draw other noise for an activation that is whole on both" in what
+    assert kinds((2, 8), (1, 2), matters=False) == []
+    assert kinds((2, 8), (1, 1), matters=True) == []
+    assert kinds((2, 4), (1, 1), matters=True) == kinds((2, 4), (1, 2), matters=True) == []
 
 
 def test_noise_is_no_dropout_and_may_be_drawn_again() -> None:

@@ -30,20 +30,23 @@ def test_an_epoch_that_begins_again_is_seen(watch: LoaderWatch) -> None:
         watch.note_step()
     assert watch.repeated == [1]
     watch.reset()
-    list(once), watch.note_step()
+    list(once)
+    watch.note_step()
     assert watch.repeated == []
 
 
 def test_a_sampler_made_anew_begins_the_same_epoch(watch: LoaderWatch) -> None:
     for _ in range(2):
-        list(sampler()), watch.note_step()
+        list(sampler())
+        watch.note_step()
     assert watch.repeated == [0]
 
 
 def test_what_is_not_shuffled_repeats_by_right(watch: LoaderWatch) -> None:
     ordered = sampler(shuffle=False)
     for _ in range(2):
-        list(ordered), watch.note_step()
+        list(ordered)
+        watch.note_step()
     assert watch.repeated == []
 
 
@@ -60,7 +63,8 @@ def test_a_look_at_one_batch_is_no_epoch(workers: int, watch: LoaderWatch) -> No
             if place == 1 and not workers:
                 next(iter(loader))
     assert watch.repeated == []
-    next(iter(loader)), watch.note_step()
+    next(iter(loader))
+    watch.note_step()
     assert watch.repeated == [1], "it is one where a step is made of it"
 
 
@@ -75,7 +79,7 @@ def test_an_epoch_of_which_all_batches_are_made_before_the_first_step(watch: Loa
 
 def test_two_datasets_each_have_their_epochs(watch: LoaderWatch) -> None:
     first = sampler()
-    second = DistributedSampler(TensorDataset(torch.arange(6.0)), num_replicas=2, rank=0)
+    second: DistributedSampler[object] = DistributedSampler(TensorDataset(torch.arange(6.0)), num_replicas=2, rank=0)
     for epoch in (0, 1):
         second.set_epoch(epoch)
         for _ in zip(first, second, strict=False):

@@ -101,11 +101,10 @@ def test_noise_of_the_shared_generator_moves_it_on_and_is_noted() -> None:
 
     def states() -> list[torch.Tensor]:
         torch.manual_seed(3)
-        found = []
-        for draw in (lambda: torch.randn(2, 5), lambda: torch.rand_like(torch.zeros(2, 3))):
-            draw()
-            found.append(torch.get_rng_state())
-        return found
+        torch.randn(2, 5)
+        first = torch.get_rng_state()
+        torch.rand_like(torch.zeros(2, 3))
+        return [first, torch.get_rng_state()]
 
     plain, observer, draws = states(), Observer(), list[Draw]()
     with observer.watching():
@@ -117,6 +116,17 @@ def test_noise_of_the_shared_generator_moves_it_on_and_is_noted() -> None:
         ((2, 3), True, False, True),
     ]
     assert draws[0].state != draws[1].state
+
+
+def test_noise_of_another_salt_is_another() -> None:
+    def drawn(salt: int) -> list[torch.Tensor]:
+        observer = Observer(own_noise=True, salt=salt)
+        with observer.watching():
+            observer.feed([11, 12])
+            return [torch.randn(2, 3), torch.randn(2, 3, generator=torch.Generator().manual_seed(1))]
+
+    (plain, own), (salted, same) = drawn(0), drawn(1)
+    assert not torch.equal(plain, salted) and torch.equal(own, same)
 
 
 def test_one_number_for_each_sample_is_noise_too() -> None:

@@ -292,6 +292,50 @@ def test_as_many_numbers_as_samples_by_chance_accuse_nobody() -> None:
     assert answer.exit_code == 3 and "not deterministic on one device" in str(answer), str(answer)
 
 
+class AllSum(torch.autograd.Function):
+    """The sum over ranks of what each has of an output."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+        whole = part.clone()
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize(("handed", "kinds"), [(None, ["S7"]), (0, []), (-1, [])])
+def test_noise_of_ranks_that_share_a_layer(handed: int | None, kinds: list[str]) -> None:
+    """Each its own; or one rank's, the first one's or the last one's, for all of them."""
+
+    def cut(distributed: bool) -> Any:
+        torch.manual_seed(0)
+        rank, size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        layer = nn.Linear(6, 3, bias=False)
+        layer.weight = nn.Parameter(layer.weight.detach().chunk(size, 1)[rank].clone())
+        torch.manual_seed(100 + rank)
+        return layer, torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(model: Any, optimizer: Any, some: Any) -> float:
+        optimizer.zero_grad()
+        for x, y in some:
+            noise = torch.randn_like(x)
+            if handed is not None:
+                dist.broadcast(noise, handed % dist.get_world_size())
+            mine = (x + noise).chunk(dist.get_world_size(), 1)[dist.get_rank()]
+            whole = AllSum.apply(model(mine))  # type: ignore[no-untyped-call]
+            loss = nn.functional.cross_entropy(whole, y)
+            loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    answer = allranks.verify(cut, step, lambda rank, size: [[batch] for batch in batches()], num_steps=2)
+    assert [finding.verdict.kind for finding in answer.findings] == kinds, str(answer)
+    assert answer.exit_code == len(kinds), str(answer)
+
+
 def noise_of(scale: float, *, wrong: bool) -> Callable[[Any, Any, Any], float]:
     """A step with noise that no seed reaches; a wrong one goes past the wrapper besides."""
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from itertools import combinations
 
-from allranks.verifying.answer import Answer
 from allranks.verifying.data_causes import judge_fed
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import OTHER, Finding, found
@@ -87,23 +86,6 @@ def _in_words(probabilities: Collection[float]) -> str:
     return ", ".join(f"{p:g}" for p in sorted(probabilities)) or "nothing"
 
 
-def is_single_noise_alike(answer: Answer) -> bool:
-    """Whether one device and each rank that has samples in a step draw one number for each of them equally often.
-
-    If not, as many numbers as samples have been taken for noise by chance on one side alone, and what was found may
-    come of that.
-    """
-    if not answer.findings or answer.one is None or answer.noise is not None:
-        return True
-    steps = zip(*(run.steps for run in (answer.one.run, *answer.ranks)), strict=False)
-    return all(len({_often(record) for record in records if record.rows}) <= 1 for records in steps)
-
-
-def _often(record: StepRecord) -> Fraction:
-    drawn = [draw for draw in record.draws if draw.single and not draw.again]
-    return Fraction(sum(draw.shape[0] for draw in drawn), len(record.rows))
-
-
 def judge_draws(evidence: Evidence, step: int) -> list[Finding]:
     """Dropouts and noise: other ones where samples or units differ, the same where ranks hold the same."""
     one, ranks = evidence.step(step)
@@ -159,24 +141,31 @@ def _recomputed(ranks: Sequence[StepRecord], step: int) -> list[Finding]:
 def _inside(evidence: Evidence, one: StepRecord, ranks: Sequence[StepRecord], step: int) -> list[Finding]:
     """Ranks with the same samples and layers: alike where the activation is whole, different where it is cut."""
     world = evidence.world
-    wrong: dict[tuple[int, int], tuple[int, Draw, bool]] = {}
-    for rank in range(world.size):
-        for twin in world.layer_twins(rank):
-            if twin <= rank:
-                continue
-            both = ([draw for draw in ranks[number].draws if not draw.shared] for number in (rank, twin))
+    for is_one, _, word in SORTS:
+        wrong: dict[tuple[int, int], tuple[int, Draw, bool]] = {}
+        for rank, twin in _layer_pairs(world):
+            both = ([draw for draw in ranks[number].draws if is_one(draw)] for number in (rank, twin))
             for place, (mine, other) in enumerate(zip(*both, strict=False)):
                 alike, cut = mine.state == other.state, _is_cut(mine, ranks[rank], one)
-                if alike == cut:
+                # Shared noise is a function of the sample here: in what is cut gradients tell.
+                if alike == cut and not (mine.shared and cut):
                     wrong.setdefault((rank, twin), (place, mine, cut))
-    for (rank, twin), (place, mine, cut) in wrong.items():
-        what, kind_of = ("same", "cut") if cut else ("other", "whole on both")
-        return [
-            found("S7", f"step {step}: ranks {rank} and {twin} drop {what} units of an activation that is {kind_of}",
-                  f"dropout {place} of shape {list(mine.shape)}", axis=_along(world, wrong, world.model_axis),
-                  step=step)
-        ]  # fmt: skip
+        for (rank, twin), (place, mine, cut) in wrong.items():
+            if mine.shared and not evidence.noise_matters():
+                break
+            what, kind_of = ("same", "cut") if cut else ("other", "whole on both")
+            does = f"draw {what} noise for" if mine.noise else f"drop {what} units of"
+            return [
+                found("S7", f"step {step}: ranks {rank} and {twin} {does} an activation that is {kind_of}",
+                      f"{word.removesuffix('s')} {place} of shape {list(mine.shape)}",
+                      axis=_along(world, wrong, world.model_axis), step=step)
+            ]  # fmt: skip
     return []
+
+
+def _layer_pairs(world: WorldView) -> list[tuple[int, int]]:
+    """Each two ranks with the same samples and layers."""
+    return [(rank, twin) for rank in range(world.size) for twin in world.layer_twins(rank) if twin > rank]
 
 
 def _is_cut(draw: Draw, record: StepRecord, one: StepRecord) -> bool:

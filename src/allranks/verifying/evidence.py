@@ -26,6 +26,8 @@ class Evidence:
         relative: of a tensor's largest value that rounding may take: law 4's, or of a lower precision.
         before: one device's steps before the first that is judged, where that is not its first.
         own_types: whether both sides have chosen the types of their tensors themselves, so that these are compared.
+        noise_matters: whether ranks that share samples compute something else where they draw other noise for them, and
+            do not take it from one of them; computed when it is asked for, not of a Task, whose ranks allranks seeds.
         shares: step -> gradients of each rank's micro-batches alone; computed when it is asked for.
     """
 
@@ -36,6 +38,7 @@ class Evidence:
     relative: float = RELATIVE
     before: Sequence[StepRecord] = ()
     own_types: bool = True
+    noise_matters: Callable[[], bool] = lambda: False
     shares: Callable[[int], Shares] = lambda step: ()
 
     @property

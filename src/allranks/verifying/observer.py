@@ -42,6 +42,7 @@ class Observer:
         on_clip: called with (parameters, norm) before torch's clipping scales gradients.
         loaders: what torch's loaders and samplers do.
         permutations: those that are drawn while data is made.
+        salt: what noise of the shared generator is made of besides; another one gives other noise.
         compiled: whether some dropouts are compiled: these let everything pass, and are not noted.
         drawing: whether it draws itself at this moment, in place of the program and without any effect on it.
     """
@@ -54,6 +55,7 @@ class Observer:
     permutations: PermutationWatch = field(default_factory=PermutationWatch)
     own_noise: bool = False
     single_noise: bool = True
+    salt: int = 0
     compiled: bool = False
     drawing: bool = False
     _calls: int = 0
@@ -133,7 +135,8 @@ class Observer:
                 options = {"dtype": like.dtype, "device": like.device} | options
             options = {k: value for k, value in options.items() if k not in ("size", "memory_format", "generator")}
             self._calls += 1
-            keys = [(row + self._calls * 0x9E3779B97F4A7C15) % (1 << 63) for row in rows]
+            salt = self.salt if own is None else 0
+            keys = [(row + self._calls * 0x9E3779B97F4A7C15 + salt * 0xBF58476D1CE4E5B9) % (1 << 63) for row in rows]
             seeded = (torch.Generator().manual_seed(key) for key in keys)
             made = torch.stack([plain(shape[1:], generator=generator, **options) for generator in seeded])
             self.drawing = False

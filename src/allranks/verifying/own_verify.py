@@ -2,9 +2,9 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from allranks.surviving.launch import launch_without_gpus
 from allranks.verifying.answer import Answer, cannot, equal_steps
 from allranks.verifying.data_causes import judge_fed
 from allranks.verifying.determinism import incomparable
-from allranks.verifying.drawn_causes import is_single_noise_alike, say_compiled
+from allranks.verifying.drawn_causes import say_compiled
 from allranks.verifying.end_causes import judge_reshard
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge, judge_ranks
 from allranks.verifying.local_layouts import MOST_PROCESSES
 from allranks.verifying.low_precision import judge_low_precision, noisy_gradients, say_errors, say_noisy
+from allranks.verifying.noise_runs import does_noise_matter, is_own_noise_alike, is_single_noise_alike
 from allranks.verifying.own_alone import (
     Source,
     observer_of,
@@ -104,19 +105,12 @@ def verify_program(source: Source, *, nproc: int = 2, num_steps: int = 4) -> Ans
 def _verify(source: Source, nproc: int, num_steps: int) -> Answer:
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
         answer = _verified(source, Setting(num_steps, folder=f"{folder}/one"), nproc)
-        own, single = _noise_is_alike(answer), is_single_noise_alike(answer)
+        own, single = is_own_noise_alike(answer), is_single_noise_alike(answer)
         if own and single:
             return answer
         # Noise that is drawn for all and shared out, say: then it is what it is, for samples in their places.
         again = Setting(num_steps, folder=f"{folder}/again/one", own_noise=own, single_noise=single)
         return _verified(source, again, nproc)
-
-
-def _noise_is_alike(answer: Answer) -> bool:
-    """Whether every rank and one device draw noise from generators of their own for their own samples equally often."""
-    runs = [*answer.ranks] if answer.one is None else [answer.one.run, *answer.ranks]
-    counts = [[sum(draw.own for draw in step.draws) for step in run.steps] for run in runs]
-    return all(len(set(some)) == 1 for some in zip(*counts, strict=False))
 
 
 def _verified(source: Source, setting: Setting, nproc: int) -> Answer:
@@ -188,7 +182,14 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
         with failing(*ALONE):
             return launch_without_gpus(run_shares, source, setting, step, one.run, len(ranks), nproc=1)[0]
 
-    evidence = Evidence(one, ranks, world, places, relative=relative_of(setting), shares=shares)
+    @cache
+    def noise_matters() -> bool:
+        salted = replace(setting, folder=f"{setting.folder}-salted", resume=False)
+        return does_noise_matter(partial(launch_without_gpus, run_rank, source, salted, nproc=len(ranks)), evidence)
+
+    evidence = Evidence(
+        one, ranks, world, places, relative=relative_of(setting), noise_matters=noise_matters, shares=shares
+    )
     lengths = {len(record.steps) for record in (one.run, *ranks)}  # of several, that is what is wrong
     if one.lowered is not None and len(lengths) == 1 and evidence.num_steps:
         return _in_its_own_precision(evidence)
@@ -274,9 +275,10 @@ def run_load(source: Source, setting: Setting) -> RunRecord:
         return OwnLoop(alone, replace(setting, num_steps=0, resume=False), 0, 1, True, observer).run()
 
 
-def run_rank(source: Source, setting: Setting) -> RunRecord:
-    """One of the ranks; runs in a process that `launch` has started."""
+def run_rank(source: Source, setting: Setting, salted: Collection[int] = ()) -> RunRecord:
+    """One of the ranks; runs in a process that `launch` has started. Those of `salted` draw other noise."""
     with observer_of(setting) as observer, process_group() as (rank, size):
+        observer.salt = int(rank in salted)
         os.makedirs(setting.folder, exist_ok=True)
         record = OwnLoop(_of_a_rank(source, setting), setting, rank, size, True, observer).run()
         if record.error:  # the others wait for this rank: the launcher ends them

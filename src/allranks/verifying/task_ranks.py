@@ -45,8 +45,7 @@ from allranks.verifying.shrinking import shrink
 from allranks.verifying.update_state import settings_of
 
 BACKEND_TIMEOUT_SECONDS = 120.0
-RUN_ID = "verify"
-MOST_VALIDATED = 61
+RUN_ID, MOST_VALIDATED = "verify", 61
 
 
 @final
@@ -63,9 +62,8 @@ class Errand:
         scale: of the losses under float16, from the first step on; None: the run's own.
         recorded: what one device has chosen, to be chosen again; None: everything chooses by itself.
         evaluate: whether to measure the validation samples in the end.
-        keep: repeats that are kept of each row of equal blocks; None: all.
+        keep: repeats that are kept of each row of equal blocks; None: all. single_noise: see Observer.
         forwards: of a step on each rank; stateful: whether one moves state of its own, and one device makes as many.
-        single_noise: see Observer.
     """
 
     request: TrainRequest

@@ -16,12 +16,13 @@ from allranks.surviving.launch import launch_without_gpus
 from allranks.training.prepare import prepare
 from allranks.verifying.answer import Answer, cannot, equal_steps
 from allranks.verifying.determinism import find_noise, incomparable
-from allranks.verifying.drawn_causes import is_single_noise_alike, say_compiled
+from allranks.verifying.drawn_causes import say_compiled
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
 from allranks.verifying.low_precision import judge_low_precision, say_errors, say_noisy
 from allranks.verifying.lowered import LOWERED, Lowered, run_lowered
+from allranks.verifying.noise_runs import is_single_noise_alike
 from allranks.verifying.observer import Observer
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.plan import Plan, notes_of, plan_run
