@@ -88,14 +88,14 @@ def test_recomputation_is_taken_only_where_it_is_needed(capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("fabric", "batch", "leads"),
-    [("ethernet100", "64", "fsdp"), ("ethernet100", "256", "fsdp"), ("25g", "256", "hsdp")],
+    [("ethernet100", "64", "fsdp"), ("ethernet100", "1024", "fsdp"), ("10g", "1024", "hsdp")],
 )
 def test_whether_hsdp_makes_sense_depends_on_the_links(
     fabric: str, batch: str, leads: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Question 12: the page's own cluster, and what its text says of slower links."""
     text = (ROOT / PAGE).read_text().partition("### 12. ")[2].partition("### 13. ")[0]
-    assert "`fsdp` leads at 100 Gbit/s" in text and "and `hsdp` at 25 Gbit/s (`@25g`)" in text
+    assert "`fsdp` leads at 100 Gbit/s" in text and "and `hsdp` at 10 Gbit/s (`@10g`)" in text
     words = questions()[12].replace("@ethernet100", f"@{fabric}").split()
     assert f"4x8:a100-80g@{fabric}" in words
     assert main([*words[1:], "--global-batch", batch, "--json"]) == 0
