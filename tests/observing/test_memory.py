@@ -30,13 +30,16 @@ def test_a_small_program_does_not_report_its_parent_s_peak() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
-def test_where_there_is_no_proc_the_system_s_count_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", [None, "Name:\tpython\nVmSize:\t9 kB\nVmRSS:\t5 kB\n"])  # the latter: gVisor's
+def test_where_proc_does_not_tell_another_count_serves(status: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     peak = peak_rss_bytes()
 
-    def refuse(*_: object, **__: object) -> str:
-        raise FileNotFoundError
+    def read(*_: object, **__: object) -> str:
+        if status is None:
+            raise FileNotFoundError
+        return status
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_text", read)
     assert 0.5 * peak < peak_rss_bytes() < 2 * peak
 
 

@@ -20,13 +20,15 @@ def peak_memory_bytes(*devices: torch.device) -> int:
 def peak_rss_bytes() -> int:
     """The largest resident set of this process so far (VmHWM).
 
-    Source: /proc/self/status where there is one. Not getrusage there: its maximum survives exec, so that a small
-    program started by a large one would report the large one's.
+    Source: /proc/self/status where it tells (gVisor's does not). Not getrusage there: its maximum survives exec, so
+    that a small program started by a large one would report the large one's.
     """
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+        status = ""
+    line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
+    if line is not None:
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
