@@ -7,6 +7,7 @@ from torch import nn
 
 import allranks
 from tests.distributed.pool import Pools
+from tests.stepping.test_evaluation_mode import Cached
 from tests.training.own.cases import Block, Net, Samples, built, count, everything, loss_of, refusal, sgd
 
 
@@ -97,17 +98,10 @@ def test_evaluation_puts_every_mode_and_buffer_back() -> None:
 def test_evaluation_tells_modules_of_both_ways() -> None:
     """A cache that train() drops must not be measured again after the next step."""
 
-    class Cached(nn.Linear):
-        cache: torch.Tensor | None = None
-
-        def train(self, mode: bool = True) -> "Cached":
-            self.cache = None if mode else self.cache
-            super().train(mode)
-            return self
-
     with allranks.join() as world:
         net = Cached(2, 2)
         world.parallelize(net)
         with world._ground.models.evaluating():
-            net.cache = net.weight.detach().clone()
+            net(torch.ones(1, 2))
+            assert net.cache is not None
         assert net.training and net.cache is None
