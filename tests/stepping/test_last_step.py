@@ -94,3 +94,14 @@ def test_every_rank_refuses_what_its_own_statistics_have_not(pool: Pools) -> Non
     for said in pool(2).run(refusal, 35, "ddp,batchnorm=local"):
         assert said.startswith("the last of 3 steps has 3 samples, and BatchNorm '1' needs 4,")
     assert pool(2).run(refusal, 36, "ddp,batchnorm=local") == [""] * 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [36, 37, 40])
+def test_each_rank_has_two_samples_in_each_forward_of_a_short_step(pool: Pools, size: int) -> None:
+    """Of four samples and two micro-steps a rank had one a forward."""
+
+    def losses() -> int:
+        return len(last(size, "train.micro_steps=2", layout="ddp,batchnorm=local")[0])
+
+    assert pool(2).run(losses) == [3, 3]

@@ -132,6 +132,26 @@ def test_the_scale_of_float16_leaves_room(tmp_path: Path) -> None:
     assert not alone(str(program), "task.times=1e6").fits
 
 
+@pytest.mark.parametrize(("stateful", "ordered"), [(False, False), (False, True), (True, False)])
+def test_samples_go_one_by_one_only_where_that_is_the_same(
+    stateful: bool, ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where the order in a batch means something, nor where a forward moves state of its own."""
+    seen: list[Variation] = []
+
+    def noted(*given: Any, **more: Any) -> TaskAlone:
+        seen.append(given[4])
+        return TaskAlone(*given, **more)
+
+    monkeypatch.setattr(lowered, "TaskAlone", noted)
+    (tmp_path / "loud.py").write_text(LOUD)
+    words = ("train.steps=1", "train.precision=bfloat16")
+    request = TrainRequest(task_spec=str(tmp_path / "loud.py"), overrides=words, nproc=1)
+    run_alone_lowered(Errand(request, 1, "", forwards=2, stateful=stateful), ordered=ordered)
+    assert any(one.apart for one in seen) == (not stateful and not ordered)
+    assert {one.forwards for one in seen} == ({2} if stateful else {None})
+
+
 def test_products_are_cut_as_tensor_parallelism_cuts_them() -> None:
     assert [one.pieces for one in roundings(Layout(tp=4))] == [1, *PIECES, 6, 1] == [one.pieces for one in SEVEN]
     assert 8 in [one.pieces for one in roundings(Layout(dp_shard=1, tp=8))]

@@ -20,7 +20,7 @@ from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import mix, seed_all
 from allranks.errors import LayoutError, TaskError
 from allranks.parallel.average import average_gradients
-from allranks.stepping.buffer_check import LearntBuffers
+from allranks.stepping.buffer_check import FollowingBuffers
 from allranks.stepping.fed import fed
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.passes import Forward, Passes, Scale, StepSums, ledger_of, micro_forward, tell_nonfinite
@@ -58,7 +58,7 @@ class AlternatingPasses(Passes):
         self._spread = forward.spread
         self._optimizers = optimizers
         self._group = group
-        self._learnt = LearntBuffers()
+        self._following = FollowingBuffers()
         self._must_gather = forward.task.coupled and forward.spread.mesh.layout.dp > 1
         self._whole = [p for p in self._spread.trainable().values() if not isinstance(p, DTensor)]
 
@@ -87,7 +87,7 @@ class AlternatingPasses(Passes):
         for index, (generator, micro_step) in enumerate(zip(generators, micro_steps, strict=True)):
             self._spread.synchronise(index == last)
             yielded = self._advance(generator, micro_step, turn)
-            self._learnt.compare(self._spread, fed=micro_step.weight > 0)
+            self._following.compare(self._spread, fed=micro_step.weight > 0)
             names.add(None if yielded is None else yielded[0])
             if self._spread.precision.scales and expected is None:
                 first = 0 if yielded is None else yielded[2] * micro_step.weight

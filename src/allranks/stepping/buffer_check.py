@@ -62,7 +62,7 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
 
 
 @final
-class LearntBuffers:
+class FollowingBuffers:
     """The same of forwards that the user's code makes: it compares what the first one has left on the ranks."""
 
     def __init__(self) -> None:

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from allranks.data.cut import Cut
+from allranks.data.plain_batch import plain_batch
 from allranks.data.stream import DataStream
 from allranks.errors import ConfigError
 from allranks.parallel.batchnorm import has_batch_statistics, statistics_fixed, uses_batch_statistics
+from allranks.parallel.compiled import uncompiled
 from allranks.parallel.spread import Spread
 from allranks.stepping.alike import everyones
 from allranks.stepping.evaluation_mode import evaluation_mode
@@ -41,8 +43,8 @@ def fit_last_step(stream: DataStream, meeting: Meeting, processes: Processes) ->
     forward, spread = meeting.forward, meeting.forward.spread
     if not has_batch_statistics(spread.modules):
         return meeting
-    stream.cut = replace(stream.cut, least=LEAST)
     size, needed = size_of_last(stream), _needed(stream.cut, spread)
+    stream.cut = replace(stream.cut, least=needed)
     if size is None or size >= needed or stream.steps_total is None:
         return meeting
     what = f"the last of {stream.steps_total} steps has {size} sample{'s' * (size > 1)}"
@@ -71,7 +73,7 @@ def size_of_last(stream: DataStream) -> int | None:
 
 
 def _needed(cut: Cut, spread: Spread) -> int:
-    """Samples of a step, so that each statistic is of `LEAST`: of those of all ranks together, or of each rank's."""
+    """Samples of a forward over all ranks, of which each statistic has `LEAST`, whether it is of all or of one rank."""
     return LEAST if spread.batch_norms.mode in (None, "sync") else LEAST * cut.num_ranks
 
 
@@ -89,10 +91,10 @@ def _sees_one_value(forward: Forward, stream: DataStream) -> str:
         for name, part in module.named_modules():
             if uses_batch_statistics(part):
                 entered.callback(_watch(part, name, look).remove)
-        for context in (evaluation_mode((module,)), buffers_kept(spread, unless=False), statistics_fixed(module)):
+        kept = evaluation_mode((module,)), buffers_kept(spread, unless=False), statistics_fixed(module)
+        for context in (uncompiled(), *kept, torch.no_grad()):
             entered.enter_context(context)
-        with torch.no_grad():
-            forward.raw(forward.place(forward.task.collate(samples)), module)
+        forward.raw(forward.place(plain_batch(forward.task.collate(samples))), module)
     return found[0] if found else ""
 
 

@@ -132,7 +132,9 @@ class Forward:
             found.append(output)
             return ()
 
-        stages.scheduler.forward([signature_of(self.inputs(batch), self.spread.bare())], compute)
+        with generators_kept():  # inputs may draw how long they are, and draws it again in the forward
+            signature = signature_of(self.inputs(batch), self.spread.bare())
+        stages.scheduler.forward([signature], compute)
         return found[0] if found else None
 
 

@@ -3,7 +3,7 @@
 At most one checkpoint is written beside the training. The next one that comes due waits until that is committed: so a
 fault never costs more than two intervals, however slow the disk is, and a disk that hangs is seen as what it is.
 
-A copy in the memory of this host waits for nothing, and nothing waits for it: one that comes due while anything is
+A copy in the memory of this host waits for no other save, and none waits for it: one that comes due while anything is
 being written is left out, one that is being written when the disk's turn comes is given up, and one that fails ends no
 run, because the checkpoints on the disk are what counts. Of those a few in a row may fail, too (failed_saves.py); the
 last one may not.
@@ -125,8 +125,8 @@ class Saves:
     def _save(self, step: int, saver: Saver) -> None:
         if saver.saved_step == step:
             return
-        self._check(step)
         started = time.perf_counter()
+        self._check(step)
         self._heart.enter("checkpoint")
         self.flush()
         path = saver.save(step)
@@ -153,8 +153,8 @@ class Saves:
         self.wait()
         if held_up is not None and held_up.saver is self._saver:
             self._tell_of_slowness(held_up, step)
-        self._check(step)
         started, saver = time.perf_counter(), saver or self._saver
+        self._check(step)
         self._heart.enter("checkpoint")
         save = saver.begin(step, self.flush)
         waited = time.perf_counter() - started

@@ -59,12 +59,14 @@ class Mismatch:
 
 
 Places = Mapping[tuple[str, int], Box]
+MOST_PLACES = 64  # of a part, that are looked at one by one
 
 
 def locate(whole: torch.Tensor, part: Part) -> list[Box]:
     """Where a part may lie in the whole tensor: at its box, or wherever its values are; [] where that cannot be seen.
 
-    Values that repeat, as the zeros that a bias begins with, are in several places.
+    Values that repeat, as the zeros that a bias begins with, are in several places; of many only those count to which
+    a cut into equal or nearly equal parts leads.
     """
     if part.box is not None:
         return [part.box]
@@ -80,6 +82,8 @@ def locate(whole: torch.Tensor, part: Part) -> list[Box]:
     # Where its first slice is, the others may follow.
     first = torch.isclose(whole, value.narrow(dim, 0, 1), rtol=SAME, atol=0.0).movedim(dim, 0)
     starts = first.reshape(shape[dim], -1).all(1)[: shape[dim] - own[dim] + 1].nonzero().flatten().tolist()
+    if len(starts) > MOST_PLACES:
+        starts = [start for start in starts if 0 in (start % own[dim], (shape[dim] - start) % own[dim])]
     return [
         Box((0,) * dim + (start,) + (0,) * (len(shape) - dim - 1), own)
         for start in starts

@@ -127,8 +127,10 @@ def run_alone_lowered(errand: Errand, ordered: bool = False) -> LoweredOne:
 
         def run(rounding: Rounding, scale: float, choosing: Choosing | None = None) -> RunRecord:
             variation = rounding.variation
-            if errand.stateful:  # then samples do not go through one by one
-                variation = replace(variation, forwards=errand.forwards, apart=False)
+            if errand.stateful:
+                variation = replace(variation, forwards=errand.forwards)
+            if errand.stateful or ordered:  # one by one, samples would be another computation
+                variation = replace(variation, apart=False)
             given = prepared.task, prepared.config, 1, observer, variation, lowered, scale, choosing
             with Pieces(rounding.pieces) as pieces:
                 seen.append(pieces)

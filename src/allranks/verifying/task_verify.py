@@ -174,7 +174,7 @@ def run_task_alone(errand: Errand) -> OneDevice:
         if first.error:
             return OneDevice(first)
         plain = PLAIN
-        if first.stateful:
+        if first.stateful and errand.forwards > 1:
             plain = replace(PLAIN, forwards=errand.forwards)
             first = run(plain)
         noise = find_noise(first, lambda seed: run(replace(plain, seed=plain.seed + seed)), drawing)

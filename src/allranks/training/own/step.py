@@ -16,7 +16,7 @@ from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
 from allranks.stepping.agreement import Agreed, Agreement, Ballot, Pending
 from allranks.stepping.alike import explain_divergence
-from allranks.stepping.buffer_check import LearntBuffers
+from allranks.stepping.buffer_check import FollowingBuffers
 from allranks.stepping.ema import Ema
 from allranks.stepping.guards import StepGuard
 from allranks.stepping.optimizer import Optimizers
@@ -68,7 +68,7 @@ class OwnStep:
         self._reduced_once = False
         self._pendings: deque[Pending] = deque(maxlen=2)
         self._guard: StepGuard | None = None
-        self._learnt = LearntBuffers()
+        self._following = FollowingBuffers()
         self._scaling = make_scaling(ground, agreement)
         self.beside: list[Ema | Scaler] = [] if self._scaling is None else [self._scaling.scaler]
 
@@ -146,7 +146,7 @@ class OwnStep:
         self._models.check_called()
         self.driven.calls.end()
         self._check_kept()
-        self._learnt.compare(self._models.trained, fed=turn.micro_step.weight > 0)
+        self._following.compare(self._models.trained, fed=turn.micro_step.weight > 0)
         self._run_backward(loss, turn, count)
         if turn.last and self._batch is not None:
             self.watch.look(self._batch)
