@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from allranks.parallel.own_checkpoints import keep_contexts, runs_again
+from allranks.parallel.own_checkpoints import keep_contexts, noted, runs_again
 
 WHERE: ContextVar[str] = ContextVar("where", default="outside")
 keep_contexts()
@@ -33,6 +33,22 @@ def test_the_second_run_has_the_context_of_the_first(reentrant: bool) -> None:
     again = torch.ones(3, requires_grad=True)
     torch.sin(torch.sin(again)).sum().backward()
     assert value.grad is not None and again.grad is not None and torch.equal(value.grad, again.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_that_begins_inside_is_noted(reentrant: bool) -> None:
+    def run() -> torch.Tensor:
+        found: torch.Tensor = checkpoint(torch.sin, torch.ones(3, requires_grad=True), use_reentrant=reentrant)
+        return found
+
+    with noted() as outer:
+        with noted() as inner:
+            seen = [inner.any]
+            found = run()
+        assert [*seen, inner.any, outer.any] == [False, True, False]
+    found.sum().backward()
+    run()
+    assert not outer.any
 
 
 def test_it_is_done_once() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from allranks.errors import LayoutError, ProcessError
 from allranks.layout import Layout
@@ -34,9 +35,9 @@ def inputs(index: int, rows: int = 2) -> torch.Tensor:
     return torch.randn(rows, 3, generator=torch.Generator().manual_seed(index))
 
 
-def made(schedule: str) -> tuple[Scheduler, Pipeline]:
+def made(schedule: str, module: nn.Module | None = None) -> tuple[Scheduler, Pipeline]:
     mesh = build_mesh(Layout(pp=2, schedule=schedule), "cpu")
-    module = model()
+    module = model() if module is None else module
     pipeline = Pipeline(module, plan_stages(module, mesh.layout.stage_ranks), mesh)
     device = torch.device("cpu")
     return Scheduler(pipeline, Transport(pipeline, mesh, device), mesh, device), pipeline
@@ -83,6 +84,82 @@ def test_gradients_are_those_of_one_process(pool: Pools, schedule: str, rows: li
     told = next(told for _, _, told, _ in ranks if told)
     assert told == pytest.approx([loss.item() for loss in losses])
     assert [scheduled for *_, scheduled in ranks] == [len(set(rows)) == 1] * 2
+
+
+class Checkpointed(nn.Module):
+    """A block that checkpoints a part of itself, whose three layers are as many groups of parameters to torch."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.reentrant, self.runs = nn.Linear(3, 3), reentrant, 0
+        self.second, self.norm, self.third = nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+
+    def part(self, value: torch.Tensor) -> Any:
+        self.runs += 1
+        return self.third(torch.tanh(self.norm(self.second(value))))
+
+    def forward(self, value: torch.Tensor) -> Any:
+        inner = torch.tanh(self.first(value))
+        return inner + checkpoint(self.part, inner, use_reentrant=self.reentrant)
+
+
+def checkpointed(reentrant: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Checkpointed(reentrant) for _ in range(4)))
+
+
+def run_checkpointed(schedule: str, reentrant: bool) -> Any:
+    """In a worker: the gradients after one step, and how often each block of its stages has run its part."""
+    scheduler, pipeline = made(schedule, checkpointed(reentrant))
+
+    def compute(index: int, stage: int, received: Payload) -> Payload:
+        output: Any = pipeline.run(stage, (inputs(index),), received)
+        return tuple(output) if stage < pipeline.last else (output.square().sum(),)
+
+    signature = signature_of((inputs(0),), pipeline.module)
+    scheduler.forward([signature], compute)
+    blocks: list[Any] = [pipeline.module.get_submodule(str(stage)) for stage in pipeline.stages]
+    for block in blocks:
+        block.runs = 0
+    scheduler.run([signature] * NUMBER, compute, scheduled=True)
+    own = {id(parameter) for stage in pipeline.stages for parameter in pipeline.parameters(stage)}
+    gradients = {name: p.grad for name, p in pipeline.module.named_parameters() if id(p) in own}
+    return gradients, [block.runs for block in blocks]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("schedule", ["interleaved_zb", "zbv", "dualpipev"])
+def test_what_a_model_checkpoints_is_computed_once_again(pool: Pools, schedule: str, reentrant: bool) -> None:
+    """In a backward of two halves torch would do so for each group of parameters, or raise (use_reentrant=True)."""
+    whole = checkpointed(reentrant)
+    torch.stack([whole(inputs(index)).square().sum() for index in range(NUMBER)]).sum().backward()
+    ranks = pool(2).run(run_checkpointed, schedule, reentrant)
+    found = {name: gradient for gradients, _ in ranks for name, gradient in gradients.items()}
+    for name, parameter in whole.named_parameters():
+        assert parameter.grad is not None and torch.allclose(found[name], parameter.grad, rtol=1e-4, atol=1e-5), name
+    assert [runs for _, runs in ranks] == [[2 * NUMBER] * 2] * 2
+
+
+def loss_checkpointed(schedule: str) -> None:
+    """In a worker: a step whose loss is checkpointed, by torch's reentrant variant."""
+    scheduler, pipeline = made(schedule)
+
+    def compute(index: int, stage: int, received: Payload) -> Payload:
+        output: Any = pipeline.run(stage, (inputs(index),), received)
+        if stage < pipeline.last:
+            return tuple(output)
+        return (checkpoint(lambda given: given.square().sum(), output, use_reentrant=True),)
+
+    signature = signature_of((inputs(0),), pipeline.module)
+    scheduler.forward([signature], compute)
+    scheduler.run([signature] * NUMBER, compute, scheduled=True)
+    for stage in pipeline.stages:
+        assert all(parameter.grad is not None for parameter in pipeline.parameters(stage))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zb", "zbv", "dualpipev"])
+def test_a_loss_may_be_checkpointed(pool: Pools, schedule: str) -> None:
+    pool(2).run(loss_checkpointed, schedule)
 
 
 def test_1f1b_holds_fewer_forwards_than_gpipe(pool: Pools) -> None:

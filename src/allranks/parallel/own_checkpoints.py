@@ -7,13 +7,29 @@ computation, without a word. Both variants of torch take the function to run as 
 context.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, final
 
 from torch.utils import checkpoint as torchs
 
 _AGAIN: ContextVar[bool] = ContextVar("again", default=False)
+
+
+@final
+class Noted:
+    """Whether a torch.utils.checkpoint has begun.
+
+    Attributes:
+        any: that.
+    """
+
+    def __init__(self) -> None:
+        self.any = False
+
+
+_NOTED: ContextVar[Noted | None] = ContextVar("noted", default=None)
 
 
 def keep_contexts() -> None:
@@ -25,15 +41,28 @@ def keep_contexts() -> None:
     forward = function.forward
 
     def begin(run: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+        _note()
         # The first run is made beside it: what torch gets here is only for later ones.
         return generator(_Kept(run, is_first=False), *rest, **named)
 
     def begin_reentrant(ctx: Any, run: Callable[..., Any], *rest: Any) -> Any:
+        _note()
         return forward(ctx, _Kept(run, is_first=True), *rest)
 
     begin.keeps_context = True  # type: ignore[attr-defined]
     module._checkpoint_without_reentrant_generator = begin
     function.forward = staticmethod(begin_reentrant)
+
+
+@contextmanager
+def noted() -> Iterator[Noted]:
+    """Notes whether a checkpoint begins inside; only after `keep_contexts`."""
+    found = Noted()
+    before = _NOTED.set(found)
+    try:
+        yield found
+    finally:
+        _NOTED.reset(before)
 
 
 def run_again(context: Context, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -46,6 +75,11 @@ def run_again(context: Context, function: Callable[..., Any], *args: Any, **kwar
 def runs_again() -> bool:
     """Whether what runs now is a second run that knows its context (`run_again`)."""
     return _AGAIN.get()
+
+
+def _note() -> None:
+    if (found := _NOTED.get()) is not None:
+        found.any = True
 
 
 @final

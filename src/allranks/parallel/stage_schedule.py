@@ -17,6 +17,7 @@ from torch import nn
 from allranks import fault_points
 from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.own_checkpoints import noted
 from allranks.parallel.pipeline import Pipeline
 from allranks.parallel.stage_run import Payload
 from allranks.parallel.stage_transport import Sent, Signature, Transport
@@ -249,9 +250,10 @@ class View(nn.Module):
         assert self.compute is not None
         index, beside = self.which(number), self.beside
         payload = received if self.stage else ()
-        found = self.compute(index, self.stage, payload if beside is None else beside.join(index, payload))
+        with noted() as checkpoints:
+            found = self.compute(index, self.stage, payload if beside is None else beside.join(index, payload))
         if self.splits:
-            (self.whole.add if goes_past(payload, found) else self.whole.discard)(index)
+            (self.whole.add if checkpoints.any or goes_past(payload, found) else self.whole.discard)(index)
         if self.stage < self._pipeline.last:
             self._check(self.stage + 1, found)
             sent = tuple(tensor.contiguous() for tensor in found)  # gloo sends no others

@@ -4,7 +4,8 @@ The gravest: a schedule that splits the backward takes the gradients of what the
 its parameters later. torch finds the parameters from where their graph meets that of what was received. What the stage
 sends on and has made of nothing received (a decoder's embedding behind an encoder, learnt queries) meets it nowhere,
 and its parameters would have no gradient, or a part of it, without a word. Such a micro-step has its whole backward at
-once.
+once. So has one in which the model checkpoints something: the second half is a backward for each group of parameters,
+and each of these would compute it again (use_reentrant=False), or none is allowed to (True).
 
 Source: torch/distributed/pipelining/stage.py and _backward.py (get_param_groups) of torch 2.11 and 2.13.
 """
