@@ -94,6 +94,8 @@ def test_every_rank_refuses_what_its_own_statistics_have_not(pool: Pools) -> Non
     for said in pool(2).run(refusal, 35, "ddp,batchnorm=local"):
         assert said.startswith("the last of 3 steps has 3 samples, and BatchNorm '1' needs 4,")
     assert pool(2).run(refusal, 36, "ddp,batchnorm=local") == [""] * 2
+    for said in pool(2).run(refusal, 35, "ddp", "layout.local_sgd=2"):  # two copies, each by itself
+        assert said.startswith("the last of 3 steps has 3 samples, and BatchNorm '1' needs 4,")
 
 
 @pytest.mark.distributed

@@ -5,12 +5,14 @@ Met in the last step that would lose the run, and each resume would meet it agai
 has many values for each channel of a single sample.
 """
 
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from allranks.data.cut import Cut
 from allranks.data.plain_batch import plain_batch
@@ -31,6 +33,34 @@ LEAST = 2
 """Samples of a forward, of which a BatchNorm's statistics may be taken."""
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class ShortStep:
+    """A last step that has too few samples for a BatchNorm of rows.
+
+    Attributes:
+        steps_total: of the run, this one included.
+        size: its samples.
+        needed: what it would have to have.
+    """
+
+    steps_total: int
+    size: int
+    needed: int
+
+    @property
+    def what(self) -> str:
+        """What there is."""
+        return f"the last of {self.steps_total} steps has {self.size} sample{'s' * (self.size > 1)}"
+
+    def refusal(self, name: str, remedy: str) -> ConfigError:
+        """Of a model whose BatchNorm `name` gets one number of each channel from a sample."""
+        return ConfigError(
+            f"{self.what}, and BatchNorm {name!r} needs {self.needed}, as it sees one number of each channel in a "
+            f"sample: {remedy} leaves it out"
+        )
+
+
 def fit_last_step(stream: DataStream, meeting: Meeting, processes: Processes) -> Meeting:
     """Cut a short last step into forwards that BatchNorm can do, and refuse one that has none; collective.
 
@@ -40,25 +70,30 @@ def fit_last_step(stream: DataStream, meeting: Meeting, processes: Processes) ->
     Raises:
         ConfigError: on every rank: the last step has too few samples.
     """
-    forward, spread = meeting.forward, meeting.forward.spread
-    if not has_batch_statistics(spread.modules):
+    forward = meeting.forward
+    short = cut_short_step(stream, (forward.spread,))
+    if short is None:
         return meeting
-    size, needed = size_of_last(stream), _needed(stream.cut, spread)
-    stream.cut = replace(stream.cut, least=needed)
-    if size is None or size >= needed or stream.steps_total is None:
-        return meeting
-    what = f"the last of {stream.steps_total} steps has {size} sample{'s' * (size > 1)}"
-    remedy = f"train.steps={stream.steps_total - 1} leaves it out"
+    remedy = f"train.steps={short.steps_total - 1}"
     if has_step(forward.task):
-        said = Decision(what, f"a BatchNorm that sees single numbers would need {needed}; {remedy}")
-        return replace(meeting, decisions=(*meeting.decisions, said))
+        because = f"a BatchNorm that sees single numbers would need {short.needed}; {remedy} leaves it out"
+        return replace(meeting, decisions=(*meeting.decisions, Decision(short.what, because)))
     names = everyones(_sees_one_value(forward, stream), processes.world_group, processes.device)
     if name := next(filter(None, names), ""):
-        raise ConfigError(
-            f"{what}, and BatchNorm {name!r} needs {needed}, as it sees one number of each channel in a sample: "
-            f"{remedy}"
-        )
+        raise short.refusal(name, remedy)
     return meeting
+
+
+def cut_short_step(stream: DataStream, spreads: Iterable[Spread]) -> ShortStep | None:
+    """Cut a short last step into forwards that the BatchNorms of `spreads` can do; itself where it has none of them."""
+    wanted = [_needed(stream.cut, spread) for spread in spreads if has_batch_statistics(spread.modules)]
+    if not wanted:
+        return None
+    needed, size = max(wanted), size_of_last(stream)
+    stream.cut = replace(stream.cut, least=needed)
+    if size is None or size >= needed or stream.steps_total is None:
+        return None
+    return ShortStep(stream.steps_total, size, needed)
 
 
 def size_of_last(stream: DataStream) -> int | None:
@@ -72,9 +107,25 @@ def size_of_last(stream: DataStream) -> int | None:
     return size if left > 0 and size and made else None
 
 
+def watch_batch_norms(module: nn.Module, look: Callable[[str, nn.Module, int], None]) -> list[RemovableHandle]:
+    """From here on `look(name, BatchNorm, values)` hears how many values of each channel one of `module` gets."""
+
+    def watch(name: str, part: nn.Module) -> RemovableHandle:
+        def hear(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if arguments and arguments[0].dim() > 1:
+                look(name, part, arguments[0].numel() // arguments[0].size(1))
+
+        return part.register_forward_pre_hook(hear)
+
+    return [watch(name, part) for name, part in module.named_modules() if uses_batch_statistics(part)]
+
+
 def _needed(cut: Cut, spread: Spread) -> int:
-    """Samples of a forward over all ranks, of which each statistic has `LEAST`, whether it is of all or of one rank."""
-    return LEAST if spread.batch_norms.mode in (None, "sync") else LEAST * cut.num_ranks
+    """Samples of a forward over all ranks, of which each statistic has `LEAST`: of all ranks, of a copy's, of one's."""
+    layout = spread.mesh.layout
+    together = layout.copies * layout.dp_shard if spread.batch_norms.mode in (None, "sync") else 1
+    # Ranks differ by one sample at most, and those that have one more may all be another's.
+    return LEAST * cut.num_ranks if together == 1 else LEAST + cut.num_ranks - together
 
 
 def _sees_one_value(forward: Forward, stream: DataStream) -> str:
@@ -83,20 +134,15 @@ def _sees_one_value(forward: Forward, stream: DataStream) -> str:
     samples, _ = first_samples(stream.dataset, stream.seed, 1)
     module = spread.bare()
 
-    def look(name: str, arguments: tuple[Any, ...]) -> None:
-        if arguments and arguments[0].dim() > 1 and arguments[0].numel() == arguments[0].size(1):
+    def look(name: str, _: nn.Module, values: int) -> None:
+        if values == 1:
             found.append(name)
 
     with ExitStack() as entered:
-        for name, part in module.named_modules():
-            if uses_batch_statistics(part):
-                entered.callback(_watch(part, name, look).remove)
+        for handle in watch_batch_norms(module, look):  # before they are in evaluation mode, where they look at none
+            entered.callback(handle.remove)
         kept = evaluation_mode((module,)), buffers_kept(spread, unless=False), statistics_fixed(module)
         for context in (uncompiled(), *kept, torch.no_grad()):
             entered.enter_context(context)
         forward.raw(forward.place(plain_batch(forward.task.collate(samples))), module)
     return found[0] if found else ""
-
-
-def _watch(part: nn.Module, name: str, look: Any) -> torch.utils.hooks.RemovableHandle:
-    return part.register_forward_pre_hook(lambda _, arguments: look(name, arguments))

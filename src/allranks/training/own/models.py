@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -10,13 +10,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from allranks.data.micro_step import StepBatch
+from allranks.data.stream import DataStream
 from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
 from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.parallel.spread import Spread
 from allranks.stepping.evaluation_mode import evaluation_mode
 from allranks.stepping.guards import LearntBuffers
+from allranks.stepping.last_step import cut_short_step
 from allranks.stepping.passes import buffers_kept
+from allranks.stepping.world import Processes
+from allranks.training.own.last_step import FirstStep
 from allranks.training.own.starts import Start, Whole
 
 
@@ -44,6 +49,7 @@ class OwnModels:
         self._learnt: list[LearntBuffers] = []  # of the first of them
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._was_called = False
+        self._first_step: FirstStep | None = None  # until it is made, where it has something to tell
 
     def check_new(self, module: nn.Module, layout: Layout) -> None:
         """Refuse a module that is no bare, new one, or a second one to train. Raises TaskError, LayoutError."""
@@ -153,6 +159,14 @@ class OwnModels:
                 "so the number of forwards has to be fixed: give micro_steps instead"
             )
 
+    def fit_last_step(self, order: DataStream, processes: Processes) -> None:
+        """Cut a short last step of `order` so that BatchNorm can do it; the first step tells whether it cannot."""
+        short = cut_short_step(order, self.all())
+        if short is None or order.position:  # where a run goes on its first step has told nothing
+            self._first_step = None
+        else:
+            self._first_step = FirstStep(short, self.all(), processes, lambda: self.is_evaluating)
+
     @contextmanager
     def counting(self, counts: bool) -> Iterator[None]:
         """Inside, whether this rank's rows are part of synchronised batch statistics."""
@@ -175,11 +189,28 @@ class OwnModels:
         finally:
             self.is_evaluating = False
 
-    def keep_learnt(self) -> None:
+    def watching(self) -> AbstractContextManager[None]:
+        """Inside, the forwards of a step tell what there is to know of them."""
+        return nullcontext() if self._first_step is None else self._first_step.watching()
+
+    def begin_step(self, batch: StepBatch) -> None:
         """A step begins: remember what forwards of frozen modules change in it; the trained one has a StepGuard."""
+        if self._first_step is not None:
+            self._first_step.begin(batch)
         self._learnt += [LearntBuffers(spread) for spread in self._frozen[len(self._learnt) :]]
         for learnt in self._learnt:
             learnt.keep()
+
+    def check_backward(self) -> None:
+        """The step's last backward is done: refuse what must not be updated by; collective in a loop's first step.
+
+        Raises:
+            ConfigError, TaskError: on every rank.
+        """
+        self.trained.check_reduced()
+        if self._first_step is not None:
+            self._first_step.finish()
+            self._first_step = None
 
     def put_back_learnt(self, skipped: torch.Tensor | None) -> None:
         """That again, where `skipped` is 1.0. None: it is not."""

@@ -84,7 +84,7 @@ class OwnStep:
         self.links.begin()
         self._guard = self._guard or StepGuard(self._models.trained)
         self._guard.begin()
-        self._models.keep_learnt()
+        self._models.begin_step(batch)
         self._batch, self._more, self._started, self._steps_total = batch, more, started, steps_total
 
     def give(self, index: int) -> MicroStep:
@@ -95,6 +95,7 @@ class OwnStep:
         turn = self._turn = Turn(micro_step, last)
         self.weight = micro_step.weight
         self._models.begin_forward(last)
+        turn.forward.enter_context(self._models.watching())
         self.driven.calls.watch()
         for spread in self._models.all():
             if spread.stages is None:  # a pipeline enters it for each of its own forwards
@@ -137,7 +138,8 @@ class OwnStep:
         self._count(None, count, turn)
         if turn.last:
             scale = 1.0 if self._scaling is None else self._scaling.multiplier(self._targets, 1)
-            self._loss = self._staged.run(self._batch, scale)
+            with self._models.watching():
+                self._loss = self._staged.run(self._batch, scale)
             self._stopwatch.mark("forward_backward")
             self.watch.look(self._batch)
         return value
@@ -174,7 +176,7 @@ class OwnStep:
         if not turn.last:
             return None
         self._check_kept()
-        self._models.trained.check_reduced()
+        self._models.check_backward()
         if self._staged is None:  # a pipeline has done so
             self._models.trained.reduce_scalars()
         assert self._batch is not None
@@ -252,9 +254,7 @@ class OwnStep:
         # A filler's loss counts nothing, but its backward runs: every rank takes part in every collective.
         loss, count = (loss, count) if turn.micro_step.weight else (loss * 0.0, 0)
         assert self._batch is not None
-        scaled = loss
-        if self._scaling is not None:
-            scaled = loss * self._scaling.multiplier(count, len(self._batch.micro_steps))
+        scaled = loss if self._scaling is None else loss * self._scaling.multiplier(count, len(self._batch.micro_steps))
         with self.links.reducing(spread, self._batch.step, self._targets + count) if turn.last else nullcontext():
             scaled.backward(tell_nonfinite(loss) if turn.micro_step.weight else None)
         if first:

@@ -96,6 +96,7 @@ def make_loop(
 
     def make_loader() -> Loader:
         ground.models.check_cut(None if numbers["micro_steps"] is not None else order.cut.micro_batch)
+        ground.models.fit_last_step(order, ground.processes)
         pin = ground.device.type == "cuda"
         return Loader(order, collate=collate, workers=workers, draws=draws(dataset), pin=pin)
 
