@@ -14,7 +14,7 @@ class PlanRequest:
     """The options of `allranks plan`, as they were written; nothing is checked yet.
 
     Attributes:
-        arguments: a Task, a NAME or a config.json; for a Task also RUN.toml and `key.sub=value`.
+        arguments: a Task, a NAME or a config.json; for a Task also RUN.toml and `key.sub=value`, else `layout.key=...`.
         cluster: one `--cluster` each.
         sizes: of a model without a name, by the name of the option.
         seq, gpus: a number, or "?" for as many, or as few, as do.

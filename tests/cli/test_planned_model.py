@@ -94,6 +94,16 @@ def test_what_is_no_model(words: tuple[str, ...], sizes: dict[str, int], message
         find_subject(PlanRequest(words, sizes=sizes))
 
 
+@pytest.mark.parametrize(("words", "sizes"), [(("gpt2",), {}), ((), {"layers": 2, "hidden": 8, "heads": 2})])
+def test_keys_of_a_layout_stand_behind_every_model(words: tuple[str, ...], sizes: dict[str, int]) -> None:
+    """What a layout string has not is asked for in this way, as a refusal of ulysses advises."""
+    found = find_subject(PlanRequest((*words, "layout.context=ring"), sizes=sizes))
+    assert found.layout is not None and found.layout.context == "ring"
+    assert found.task is None
+    with pytest.raises(ConfigError, match=r"did you mean 'layout\.context=ring'"):
+        find_subject(PlanRequest((*words, "layout.contxt=ring"), sizes=sizes))
+
+
 @pytest.mark.parametrize(("gpu", "said"), [(True, "on this machine's"), (False, "no GPU is at hand")])
 def test_where_real_steps_run_is_said(monkeypatch: pytest.MonkeyPatch, gpu: bool, said: str) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)

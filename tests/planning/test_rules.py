@@ -35,7 +35,10 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("tensor", {"tensor_parallel": False}, {"tp": 8}, "tp=8", "tp finds no layer of decoder to cut"),
     ("context", {"seq": 36}, {"cp": 8}, "cp=8", "cp=8 does not divide 36 positions; 32 or 40 can be"),
     ("context", {"seq": 40}, {"cp": 8, "context": "ring"}, "cp=8,context=ring", "2 * cp(8) = 16 does not divide 40"),
-    ("context", {"heads": 4, "kv_heads": 2}, {"cp": 8}, "cp=8", "cp=8 does not divide the 4 heads of decoder"),
+    (
+        *("context", {"heads": 4, "kv_heads": 2}, {"cp": 8}, "cp=8"),
+        "cp=8 does not divide the 4 heads of decoder; layout.context=ring takes any number",
+    ),
     ("context", {"heads": 4}, {"tp": 2, "cp": 4}, "cp=4", "cp=4 does not divide the 2 heads of a process"),
     ("context", {"context_parallel": False}, {"cp": 8}, "cp", "decoder has no sequences that cp can cut"),
     ("context", {"stateful": ("norm",)}, {"cp": 8, "batchnorm": "local"}, "batchnorm=local", "norm takes statistics"),

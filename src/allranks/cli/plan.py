@@ -19,7 +19,7 @@ Arguments = Annotated[
     typer.Argument(
         metavar="TASK|NAME|config.json [RUN.toml] [KEY=VALUE]",
         help="What to plan: a Task (file.py, file.py:Name, package.module:Name), a name such as llama3-8b, or a "
-        "Hugging Face config.json; for a Task also a config file and config keys.",
+        "Hugging Face config.json; for a Task also a config file and config keys, else keys of the section layout.",
         show_default=False,
     ),
 ]

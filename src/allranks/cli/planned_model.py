@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 from allranks.attention_windows import say_windows
 from allranks.cli.train import read_arguments
 from allranks.cluster import Cluster
+from allranks.config import resolve_config
 from allranks.config_sections import LayoutConfig
 from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from allranks.model_shape import ModelShape
 
 
+LAYOUT_KEY = "layout."
 MEASURED = "the model's costs are those of real steps, because --measured; "
 ON_GPU = "for GPUs they run on this machine's"
 ON_PROCESSOR = (
@@ -37,7 +39,7 @@ class Subject:
         task: its spec; None for a model by its sizes.
         global_batch, micro_batch, micro_steps, precision: of the Task's config; None where nothing says so.
         defaulted: which of `micro_batch` and `precision` the Task's defaults name, and not the user.
-        layout: that section of its config; None for a model by its sizes.
+        layout: that section of its config; of a model by its sizes what keys behind its name say, None without any.
         upkeep: (the device's kind, whether that is the machine at hand) -> what its config says of one.
         settings: what the user gave for the Task, by full key, for RUN.toml.
         notes: what a plan says of where its figures come from.
@@ -64,7 +66,9 @@ class Subject:
 def find_subject(request: PlanRequest) -> Subject:
     """The model that `request` names. Raises ConfigError or TaskError, with the nearest names for an unknown one."""
     words = request.arguments
-    if request.measured and not (words and is_task(words)):
+    keys = tuple(word for word in words if word.startswith(LAYOUT_KEY))
+    by_sizes = bool(request.sizes) and keys == words
+    if request.measured and (by_sizes or not (words and is_task(words))):
         raise ConfigError(
             "--measured runs real steps of a Task, and a model by its sizes has no program and no samples"
         )
@@ -72,14 +76,18 @@ def find_subject(request: PlanRequest) -> Subject:
         raise ConfigError(
             "plan needs a model: a Task, a name such as llama3-8b, a config.json, or --layers --hidden --heads"
         )
-    if words and is_task(words):
+    if words and is_task(words) and not by_sizes:
         refuse_sizes(words[0], request.sizes)
         return _of_task(request)
     from allranks.named_models import find_shape
 
-    if words[1:]:
-        raise ConfigError(f"'{words[1]}' behind the model {words[0]}: config files and keys belong to a Task")
-    return _of_shape(find_shape(words[0] if words else "", **request.sizes))
+    name, *others = [word for word in words if word not in keys] or [""]
+    if others:
+        raise ConfigError(
+            f"'{others[0]}' behind the model {name}: config files and keys belong to a Task, but for those of the "
+            f"section layout, as in {LAYOUT_KEY}context=ring"
+        )
+    return _of_shape(find_shape(name, **request.sizes), keys)
 
 
 def is_task(words: tuple[str, ...]) -> bool:
@@ -98,11 +106,12 @@ def refuse_sizes(task: str, sizes: Mapping[str, int]) -> None:
         raise ConfigError(f"{options}: {task} is a Task, which has its own sizes")
 
 
-def _of_shape(shape: "ModelShape") -> Subject:
+def _of_shape(shape: "ModelShape", keys: tuple[str, ...]) -> Subject:
     def make(seq: int | None, precision: str, device: str) -> ModelProfile:
         return shape.profile(seq, precision, OWN)
 
-    return Subject(make, shape.seq, notes=_windows_of(shape))
+    layout = resolve_config(task_defaults={}, toml=None, overrides=keys, layout=None).layout if keys else None
+    return Subject(make, shape.seq, layout=layout, notes=_windows_of(shape))
 
 
 def _windows_of(shape: "ModelShape") -> tuple[str, ...]:

@@ -132,7 +132,7 @@ def context(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal 
     heads = profile.heads // layout.tp
     if layout.context == "ulysses" and heads % cp:
         whose = "a process" if layout.tp > 1 else profile.name
-        other = _divisors("cp", heads) if profile.has_windows else "ring takes any number"
+        other = _divisors("cp", heads) if profile.has_windows else "layout.context=ring takes any number"
         return Refusal("context", name, f"cp={cp} does not divide the {heads} heads of {whose}; {other}")
     return None
 
