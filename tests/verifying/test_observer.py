@@ -132,8 +132,8 @@ def test_noise_of_another_salt_is_another() -> None:
 def test_one_number_for_each_sample_is_noise_too() -> None:
     """The times of a flow, say; of the shared generator, and where nobody has seen that it is by chance."""
 
-    def drawn(rows: list[int], *, single_noise: bool = True) -> tuple[torch.Tensor, list[Draw]]:
-        observer, draws = Observer(own_noise=True, single_noise=single_noise), list[Draw]()
+    def drawn(rows: list[int], *, least_dims: int = 1) -> tuple[torch.Tensor, list[Draw]]:
+        observer, draws = Observer(own_noise=True, least_dims=least_dims), list[Draw]()
         torch.manual_seed(3)
         with observer.watching():
             observer.feed(rows, draws)
@@ -145,7 +145,7 @@ def test_one_number_for_each_sample_is_noise_too() -> None:
     whole, seen = drawn([11, 12, 13])
     part, _ = drawn([12, 13])
     assert torch.equal(part, whole[1:]) and [(draw.shape, draw.single) for draw in seen] == [((3,), True)]
-    plain, none = drawn([11, 12, 13], single_noise=False)
+    plain, none = drawn([11, 12, 13], least_dims=2)
     assert none == [] and not torch.equal(plain, whole)
 
 
@@ -159,6 +159,60 @@ def test_noise_is_counted_from_the_beginning_of_each_forward() -> None:
         observer.begin_forward([12])
         other = torch.randn(1, 3)
     assert torch.equal(first, again) and not torch.equal(first, second) and torch.equal(first[1:], other)
+
+
+def test_noise_that_is_computed_again_is_that_of_the_forward() -> None:
+    """Whatever has been drawn since, and whichever samples are in work then."""
+
+    def gradient(recompute: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        observer, x = Observer(), torch.ones(2, 3, requires_grad=True)
+
+        def block(value: torch.Tensor) -> torch.Tensor:
+            return (value + torch.randn_like(value)) * torch.rand(2, 3)
+
+        with observer.watching():
+            observer.feed([11, 12])
+            inner = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+            last = torch.randn(2, 3)
+            observer.begin_forward([13, 14])
+            (inner**2).sum().backward()
+        assert x.grad is not None
+        return x.grad, last
+
+    for one, other in zip(gradient(False), gradient(True), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_noise_of_a_micro_batch_belongs_to_its_samples() -> None:
+    """In an own loop, which takes them one by one, however often; what it draws apart from them is for none."""
+
+    def drawn(rows: list[list[int]]) -> list[torch.Tensor]:
+        observer = Observer()
+        with observer.watching():
+            observer.feed([row for some in rows for row in some], [])
+            batches = observer.handing([torch.zeros(len(some), 3) for some in rows], rows)
+            found = [torch.cat([torch.randn_like(batch) for batch in batches]) for _ in range(2)]
+            if len(rows) > 1:
+                assert len(batches) == 2 and len(batches[:1]) == 1
+                assert torch.rand_like(batches[1]).shape == (1, 3) and observer.unclaimed == set()
+                list(batches)
+                torch.randn(2, 3)
+                assert observer.unclaimed == {(2, 3)}
+        return found
+
+    whole, parts = drawn([[11, 12, 13]]), drawn([[11, 12], [13]])
+    assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+    assert not torch.equal(whole[0], whole[1])
+
+
+def test_what_has_no_row_for_each_sample_is_noted_in_steps_alone() -> None:
+    observer = Observer()
+    with observer.watching():
+        for rows, draws in (([11, 12], None), ([], []), ([11, 12], [])):
+            assert observer.unclaimed == set()
+            observer.feed(rows, draws)
+            torch.randn(4, 3), torch.rand(2, 5)
+    assert observer.unclaimed == {(4, 3)}
 
 
 def test_clipping_tells_before_it_scales() -> None:

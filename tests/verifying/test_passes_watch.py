@@ -9,7 +9,7 @@ import torch
 
 from allranks import fault_points
 from allranks.data.micro_step import MicroStep, StepBatch
-from allranks.data.random_keys import seed_all
+from allranks.data.random_keys import mix, seed_all
 from allranks.digest import sample_hash
 from allranks.stepping.passes import StepSums
 from allranks.stepping.scaler import Scaler
@@ -80,6 +80,10 @@ def test_the_samples_in_work_are_known_by_what_seeds_their_forward() -> None:
     for key, due in ((12, second), (11, first), (13, []), (99, [])):
         seed_all(key)
         assert rows() == due
+    rows = rows_in_work(batch, turns=True)
+    for key, due in ((mix(12, 0), second), (mix(11, 1), first), (12, []), (mix(13, 0), [])):
+        seed_all(key)
+        assert rows() == due, "of a Task's own step, which is seeded for each loss"
 
 
 def test_the_samples_of_an_evaluation_are_told_forward_by_forward() -> None:

@@ -77,15 +77,15 @@ class Named(Points):
         assert drawn == [[True, False, False] * micro_steps] * 4
 
 
-@pytest.mark.parametrize(("drawn", "runs"), [(1, [True]), (0, [True, False])])
+@pytest.mark.parametrize(("drawn", "runs"), [(1, [1]), (0, [1, 2])])
 def test_numbers_that_were_taken_for_noise_by_chance_are_left_as_they_are(
     drawn: int, runs: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both sides run once more then; not where each draws one for each of its samples."""
     tried = []
 
-    def judged(plan: Plan, num_steps: int, size: Size, *, single_noise: bool = True) -> Answer:
-        tried.append(single_noise)
+    def judged(plan: Plan, num_steps: int, size: Size, *, least_dims: int = 1) -> Answer:
+        tried.append(least_dims)
         draw = Draw(1, (4,), False, shared=True)
         one, rank = (RunRecord(steps=[StepRecord(rows=[1, 2, 3, 4], draws=[draw] * often)]) for often in (1, drawn))
         return Answer((found("S16", "off"),), OneDevice(one), [rank])

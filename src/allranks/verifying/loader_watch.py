@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, dataloader
@@ -35,10 +36,13 @@ class LoaderWatch:
     _giving: dict[int, _Epoch] = field(default_factory=dict)
     _draws: dict[int, int] = field(default_factory=dict)
     _stepped: bool = False
+    _reading: Any = None
+    _read: "WeakKeyDictionary[Any, _Epoch]" = field(default_factory=WeakKeyDictionary)
 
     def reset(self) -> None:
         """Forget everything."""
         self._epochs, self._giving, self._draws, self._stepped = [], {}, {}, False
+        self._read.clear()
 
     @property
     def repeated(self) -> list[int]:
@@ -74,7 +78,8 @@ class LoaderWatch:
             stack.enter_context(patch.object(RandomSampler, "__iter__", self._drawing_first(RandomSampler.__iter__)))
             base: Any = dataloader._BaseDataLoaderIter
             stack.enter_context(patch.object(base, "__init__", self._drawing(base.__init__)))
-            stack.enter_context(patch.object(base, "__next__", self._ending(base.__next__)))
+            stack.enter_context(patch.object(base, "_next_index", self._noting_reader(base._next_index)))
+            stack.enter_context(patch.object(base, "__next__", self._giving_one(base.__next__)))
             yield
 
     def _noting_epochs(self) -> Callable[[Any], Iterator[Any]]:
@@ -92,15 +97,34 @@ class LoaderWatch:
 
     def _given(self, epoch: _Epoch, order: Iterator[Any]) -> Iterator[Any]:
         for index in order:
-            self._giving[id(epoch.dataset)] = epoch
+            if self._reading is None:
+                self._giving[id(epoch.dataset)] = epoch
+            else:
+                self._read[self._reading] = epoch
             yield index
 
-    def _ending(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _noting_reader(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """With workers a loader reads far ahead: it gives of an epoch only when it gives a batch."""
+
+        def reading(iterator: Any) -> Any:
+            self._reading = iterator
+            try:
+                return original(iterator)
+            finally:
+                self._reading = None
+
+        return reading
+
+    def _giving_one(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Where all batches are made before the first step: a loader that was read to its end was no look."""
 
         def following(iterator: Any) -> Any:
             try:
-                return original(iterator)
+                batch = original(iterator)
+                if iterator in self._read:
+                    epoch = self._read[iterator]
+                    self._giving[id(epoch.dataset)] = epoch
+                return batch
             except StopIteration:
                 begun = [epoch for epoch in self._epochs if epoch.dataset is iterator._dataset]
                 if begun and not self._stepped:

@@ -121,7 +121,7 @@ def run_alone_lowered(errand: Errand, ordered: bool = False) -> LoweredOne:
     layout = resolve_layout(prepared.config, errand.request.nproc or 1, 1)
     shorten_validation(prepared.task)
     shrink(prepared.task, errand.keep)
-    observer = Observer(single_noise=errand.single_noise)
+    observer = Observer(least_dims=errand.least_dims)
     seen: list[Pieces] = []
     with observer.watching():
 

@@ -1,36 +1,49 @@
 """Noise that was made a function of the sample: whether it is noise for the samples, and whose a rank goes by."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from allranks.errors import ProcessError
 from allranks.verifying.answer import Answer
 from allranks.verifying.determinism import first_difference
 from allranks.verifying.evidence import Evidence
-from allranks.verifying.recording import RunRecord, StepRecord
+from allranks.verifying.observer import NO_NOISE
+from allranks.verifying.recording import Draw, Part, Parts, RunRecord, StepRecord
+from allranks.verifying.update_state import align_settings
+
+Kind = Callable[[Draw], bool]
 
 
 def is_own_noise_alike(answer: Answer) -> bool:
     """Whether every rank and one device draw noise from generators of their own for their own samples equally often."""
-    runs = [*answer.ranks] if answer.one is None else [answer.one.run, *answer.ranks]
-    counts = [[sum(draw.own for draw in step.draws) for step in run.steps] for run in runs]
-    return all(len(set(some)) == 1 for some in zip(*counts, strict=False))
+    return _is_alike([*answer.ranks] if answer.one is None else [answer.one.run, *answer.ranks], lambda draw: draw.own)
 
 
-def is_single_noise_alike(answer: Answer) -> bool:
-    """Whether one device and each rank that has samples in a step draw one number for each of them equally often.
+def least_dims_alike(answer: Answer) -> int:
+    """Of how many dims noise of torch's shared generator has to be to go with the sample on both sides; 1: whatever.
 
-    If not, as many numbers as samples have been taken for noise by chance on one side alone, and what was found may
-    come of that.
+    Where one device and a rank that has samples do not draw one number for each of them equally often, as many numbers
+    as samples have been taken for noise by chance on one side alone. And what ranks draw for no samples, in a shape in
+    which one device does not, is on one device a row for each of its samples: by chance (a mask of as many rows), or it
+    is noise that ranks draw for other samples than those of a whole micro-batch. What was found may come of that.
     """
     if not answer.findings or answer.one is None or answer.noise is not None:
-        return True
-    steps = zip(*(run.steps for run in (answer.one.run, *answer.ranks)), strict=False)
-    return all(len({_often(record) for record in records if record.rows}) <= 1 for records in steps)
+        return 1
+    one = answer.one.run
+    if any(len(shape) > 1 for run in answer.ranks for shape in run.unclaimed - one.unclaimed):
+        return NO_NOISE
+    return 1 if _is_alike([one, *answer.ranks], lambda draw: draw.single) else 2
 
 
-def _often(record: StepRecord) -> Fraction:
-    drawn = [draw for draw in record.draws if draw.single and not draw.again]
+def _is_alike(runs: Sequence[RunRecord], is_one: Kind) -> bool:
+    """Whether in each step those that have samples draw for each of them equally often."""
+    steps = zip(*(run.steps for run in runs), strict=False)
+    return all(len({_often(record, is_one) for record in records if record.rows}) <= 1 for records in steps)
+
+
+def _often(record: StepRecord, is_one: Kind) -> Fraction:
+    drawn = [draw for draw in record.draws if is_one(draw) and not draw.again]
     return Fraction(sum(draw.shape[0] for draw in drawn), len(record.rows))
 
 
@@ -49,7 +62,23 @@ def does_noise_matter(run: Callable[[frozenset[int]], Sequence[RunRecord]], evid
             again = run(salted)
         except (RuntimeError, ProcessError):  # it raised; it was killed, or ended itself
             return False
-        both = zip(evidence.ranks, again, strict=True)
+        for run_again in again:
+            align_settings(run_again, evidence.one.run)
+        both = zip(map(_for_itself, evidence.ranks), map(_for_itself, again), strict=True)
         if not any(first_difference(one, other, evidence.relative) for one, other in both):
             return False
     return True
+
+
+def _for_itself(run: RunRecord) -> RunRecord:
+    """A rank's run as that of one device: what it holds of a tensor is the whole of it."""
+    return replace(run, steps=[_without_places(step) for step in run.steps])
+
+
+def _without_places(step: StepRecord) -> StepRecord:
+    step = replace(step, raw=_whole(step.raw), gradients=_whole(step.gradients), parameters=_whole(step.parameters))
+    return replace(step, buffers=_whole(step.buffers), kept=_whole(step.kept))
+
+
+def _whole(parts: Parts) -> Parts:
+    return {name: Part(None, value) for name, (_, value) in parts.items()}

@@ -1,10 +1,11 @@
 """What a program's calls of torch tell while it runs: dropouts, noise, clipping, loaders."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 from unittest.mock import patch
 
 import torch
@@ -15,6 +16,7 @@ from allranks.verifying.permutation_watch import PermutationWatch
 from allranks.verifying.recording import Draw
 
 NOISE = ("randn", "rand", "randn_like", "rand_like")
+NO_NOISE: Final = 1 << 30
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -37,12 +39,13 @@ class Observer:
         rows: gives digests of the samples in work; noise with a row for each of them (torch.randn and the like) is then
             a function of the sample, so that it does not depend on who draws it.
         own_noise: whether that holds of generators of the program's own, too.
-        single_noise: whether it holds of what has no other dims, too: one number for each sample, of the generator that
-            torch's operations share. As many numbers may be something else by chance.
+        least_dims: the fewest dims that noise of the generator that torch's operations share has to have for it. 1: one
+            number for each sample, too, though as many may be something else by chance; `NO_NOISE`: it is left alone.
         on_clip: called with (parameters, norm) before torch's clipping scales gradients.
         loaders: what torch's loaders and samplers do.
         permutations: those that are drawn while data is made.
         salt: what noise of the shared generator is made of besides; another one gives other noise.
+        unclaimed: shapes of what that generator drew in steps while samples were in work, with no row for each.
         compiled: whether some dropouts are compiled: these let everything pass, and are not noted.
         drawing: whether it draws itself at this moment, in place of the program and without any effect on it.
     """
@@ -54,11 +57,14 @@ class Observer:
     loaders: LoaderWatch = field(default_factory=LoaderWatch)
     permutations: PermutationWatch = field(default_factory=PermutationWatch)
     own_noise: bool = False
-    single_noise: bool = True
+    least_dims: int = 1
     salt: int = 0
+    unclaimed: set[tuple[int, ...]] = field(default_factory=set)
     compiled: bool = False
     drawing: bool = False
-    _calls: int = 0
+    _noting: bool = False
+    _calls: "Counter[tuple[int, ...]]" = field(default_factory=Counter)
+    _made: dict[tuple[bool, int], list[int]] = field(default_factory=dict)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -103,15 +109,23 @@ class Observer:
     def feed(self, rows: Sequence[int] | Callable[[], Sequence[int]], draws: list[Draw] | None = None) -> None:
         """Samples with these digests are in work from now on, those of a step where `draws` notes its dropouts."""
         self.begin_forward(rows)
-        self.draws = [] if draws is None else draws
+        self._made.clear()
+        self.draws, self._noting = [] if draws is None else draws, draws is not None
         if draws is not None:
             self.loaders.note_step()
 
     def begin_forward(self, rows: Sequence[int] | Callable[[], Sequence[int]] | None = None) -> None:
         """A forward begins: noise is counted from the first on. `rows`: its samples, where they are others."""
-        self._calls = 0
+        self._calls.clear()
         if rows is not None:
             self.rows = rows if callable(rows) else partial(list, rows)
+
+    def handing(self, batches: list[Any], rows: Sequence[Sequence[int]]) -> list[Any]:
+        """The micro-batches of a step; which of them is in work, with its `rows`, is told by who takes them one by one.
+
+        After the last, and before the first, all samples are.
+        """
+        return _Handed(self, batches, rows) if len(batches) > 1 else batches
 
     def _by_sample(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         plain: Any = {"randn_like": torch.randn, "rand_like": torch.rand}.get(original.__name__, original)
@@ -122,11 +136,10 @@ class Observer:
             like = args[0] if args and isinstance(args[0], torch.Tensor) else None
             sizes = like.shape if like is not None else args[0] if args and not isinstance(args[0], int) else args
             shape = tuple(options.get("size", sizes))
-            rows = self.rows()
-            by_row = len(rows) > 0 and shape[:1] == (len(rows),)
             own = options.get("generator")
-            wanted = self.own_noise and len(shape) > 1 if own is not None else self.single_noise or len(shape) > 1
-            if not by_row or not wanted:
+            wanted = self.own_noise and len(shape) > 1 if own is not None else len(shape) >= self.least_dims
+            keys = self._keys(shape, own) if wanted else None
+            if keys is None:
                 return original(*args, **options)
             self.drawing = True
             self._note(shape, own=own, shared=own is None)
@@ -134,15 +147,33 @@ class Observer:
             if like is not None:
                 options = {"dtype": like.dtype, "device": like.device} | options
             options = {k: value for k, value in options.items() if k not in ("size", "memory_format", "generator")}
-            self._calls += 1
-            salt = self.salt if own is None else 0
-            keys = [(row + self._calls * 0x9E3779B97F4A7C15 + salt * 0xBF58476D1CE4E5B9) % (1 << 63) for row in rows]
             seeded = (torch.Generator().manual_seed(key) for key in keys)
             made = torch.stack([plain(shape[1:], generator=generator, **options) for generator in seeded])
             self.drawing = False
             return made
 
         return drawn
+
+    def _keys(self, shape: tuple[int, ...], own: torch.Generator | None) -> list[int] | None:
+        """A seed for the noise of each sample in work; None where there is no row for each.
+
+        What a backward computes again begins from the state that its forward began from, and is that forward's noise:
+        another micro-batch may be in work now.
+        """
+        began = own is None, torch_digest(own)
+        again = self._made.get(began, []) if _in_backward() else []
+        if again and len(again) == shape[0]:
+            return again
+        rows = self.rows()
+        if not rows or shape[:1] != (len(rows),):
+            if rows and own is None and self._noting:
+                self.unclaimed.add(shape)
+            return None
+        fed = tuple(rows)
+        self._calls[fed] += 1  # of these samples, whatever micro-batches come in between
+        others = self._calls[fed] * 0x9E3779B97F4A7C15 + (self.salt if own is None else 0) * 0xBF58476D1CE4E5B9
+        self._made[began] = [(row + others) % (1 << 63) for row in rows]
+        return self._made[began]
 
     def _dropping(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -176,5 +207,28 @@ class Observer:
         own: torch.Generator | None = None,
         shared: bool = False,
     ) -> None:
-        again = bool(torch._C._current_graph_task_id() != -1)
-        self.draws.append(Draw(torch_digest(own), tuple(shape), again, own is not None, float(probability), shared))
+        state, p = torch_digest(own), float(probability)
+        self.draws.append(Draw(state, tuple(shape), _in_backward(), own is not None, p, shared))
+
+
+@final
+class _Handed(list[Any]):
+    """Micro-batches that tell when they are taken."""
+
+    def __init__(self, observer: Observer, batches: list[Any], rows: Sequence[Sequence[int]]) -> None:
+        super().__init__(batches)
+        self._observer, self._rows, self._all = observer, rows, observer.rows
+
+    def __iter__(self) -> Iterator[Any]:
+        for place in range(len(self)):
+            yield self[place]
+        self._observer.rows = self._all
+
+    def __getitem__(self, place: Any) -> Any:
+        if not isinstance(place, slice):
+            self._observer.rows = partial(list, self._rows[place])
+        return super().__getitem__(place)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -37,7 +37,7 @@ def read_program(source: Source) -> Program:
 @contextmanager
 def observer_of(setting: Setting) -> Iterator[Observer]:
     """One that is watching."""
-    observer = Observer(drops=setting.drops, own_noise=setting.own_noise, single_noise=setting.single_noise)
+    observer = Observer(drops=setting.drops, own_noise=setting.own_noise, least_dims=setting.least_dims)
     with observer.watching():
         yield observer
 

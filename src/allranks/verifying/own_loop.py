@@ -49,7 +49,7 @@ class Setting:
         lowered: the low precision in which it computes, whose ulp that is; None: the parameters' own.
         shuffled: feed the samples of every batch in another order.
         resume: whether to save and load.
-        own_noise, single_noise: see Observer.
+        own_noise, least_dims: see Observer.
     """
 
     num_steps: int
@@ -62,7 +62,7 @@ class Setting:
     shuffled: bool = False
     resume: bool = True
     own_noise: bool = True
-    single_noise: bool = True
+    least_dims: int = 1
 
 
 @contextmanager
@@ -135,6 +135,7 @@ class OwnLoop:
         # Rank 0 begins with the numbers of one device; a program that wants all ranks alike has to see to it.
         look.seed_everything(SEED + 7919 * self.rank)
         self.observer.feed([])
+        self.observer.unclaimed = self.record.unclaimed
         self._scalers.clear()
         for hook in self._hooks:
             hook.remove()
@@ -192,10 +193,12 @@ class OwnLoop:
             self._step.packed = not all(map(look.has_rows, batches))
             if setting.seed:
                 look.seed_everything(setting.seed + OF_A_STEP * index)
-            self.observer.feed(self._fed(batches, index), self._step.draws)
+            fed = self._fed(batches, rows, index)
+            self.observer.feed([*chain.from_iterable(fed)], self._step.draws)
+            prepared = self.observer.handing(self._prepared(batches, index), fed)
             alone = index > 0 or self.size == 1
             with nullcontext() if alone else noting_given(look.modules_of(self._model), self.record.given):
-                loss = program.step(self._model, self._optimizer, self._prepared(batches, index))
+                loss = program.step(self._model, self._optimizer, prepared)
             self._step.loss = number(loss)
             self._after_update()
             self.record.steps.append(self._step)
@@ -208,10 +211,10 @@ class OwnLoop:
         drew = [a != b for a, b in zip(before, after, strict=True)]
         return (not self.observer.loaders.is_own_draw(before[0], after[0]), *drew[1:])
 
-    def _fed(self, batches: list[Any], step: int) -> list[int]:
-        """Digests of the samples in the order in which they are fed; [] of several micro-batches."""
-        order = order_of(batches[0], step * 100) if batches and self.setting.shuffled else None
-        return in_order(self._step.rows, order) if len(batches) == 1 else []
+    def _fed(self, batches: list[Any], rows: list[list[int]], step: int) -> list[list[int]]:
+        """Digests of the samples of each micro-batch in the order in which they are fed."""
+        orders = (order_of(b, step * 100 + i) if self.setting.shuffled else None for i, b in enumerate(batches))
+        return [in_order(some, order) for some, order in zip(rows, orders, strict=True)]
 
     def _prepared(self, batches: list[Any], step: int) -> list[Any]:
         found = []

@@ -19,7 +19,7 @@ from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge, judge_ranks
 from allranks.verifying.local_layouts import MOST_PROCESSES
 from allranks.verifying.low_precision import judge_low_precision, noisy_gradients, say_errors, say_noisy
-from allranks.verifying.noise_runs import does_noise_matter, is_own_noise_alike, is_single_noise_alike
+from allranks.verifying.noise_runs import does_noise_matter, is_own_noise_alike, least_dims_alike
 from allranks.verifying.own_alone import (
     Source,
     observer_of,
@@ -105,11 +105,11 @@ def verify_program(source: Source, *, nproc: int = 2, num_steps: int = 4) -> Ans
 def _verify(source: Source, nproc: int, num_steps: int) -> Answer:
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
         answer = _verified(source, Setting(num_steps, folder=f"{folder}/one"), nproc)
-        own, single = is_own_noise_alike(answer), is_single_noise_alike(answer)
-        if own and single:
+        own, least_dims = is_own_noise_alike(answer), least_dims_alike(answer)
+        if own and least_dims == 1:
             return answer
         # Noise that is drawn for all and shared out, say: then it is what it is, for samples in their places.
-        again = Setting(num_steps, folder=f"{folder}/again/one", own_noise=own, single_noise=single)
+        again = Setting(num_steps, folder=f"{folder}/again/one", own_noise=own, least_dims=least_dims)
         return _verified(source, again, nproc)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 from unittest.mock import patch
 
 from torch.distributed.tensor import DTensor
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from allranks import fault_points
 from allranks.data.evaluation import evaluation_batches
 from allranks.data.micro_step import MicroStep, StepBatch
-from allranks.data.random_keys import last_key
+from allranks.data.random_keys import last_key, mix
 from allranks.digest import sample_hash
 from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.stepping.scaler import Scaler
@@ -18,6 +18,9 @@ from allranks.stepping.session import Session
 from allranks.training import validate as validating
 from allranks.verifying.observation import values_of
 from allranks.verifying.recording import Part, Parts, StepRecord
+
+MOST_TURNS: Final = 64
+"""Losses that a Task's own step yields, whose samples are known."""
 
 
 @final
@@ -51,9 +54,16 @@ def values_of_step(batch: StepBatch) -> dict[int, tuple[int, int]]:
     return found
 
 
-def rows_in_work(batch: StepBatch) -> Callable[[], list[int]]:
-    """Gives those of the micro-step whose forward runs, by the numbers with which it was seeded; [] of none of them."""
-    found = {micro_step.random_key: rows_of_forward(micro_step) for micro_step in batch.micro_steps}
+def rows_in_work(batch: StepBatch, *, turns: bool = False) -> Callable[[], list[int]]:
+    """Gives those of the micro-step whose forward runs, by the numbers with which it was seeded; [] of none of them.
+
+    Args:
+        turns: whether it is seeded for each loss that a Task's own step yields.
+    """
+    found = dict[int, list[int]]()
+    for micro_step in batch.micro_steps:
+        key, rows = micro_step.random_key, rows_of_forward(micro_step)
+        found |= {mix(key, turn): rows for turn in range(MOST_TURNS)} if turns else {key: rows}
     return lambda: found.get(last_key(), [])
 
 

@@ -170,6 +170,7 @@ class RunRecord:
         given: of several ranks, the forwards of the first step (given.py).
         stateful: whether the first step's forwards have moved buffers that are no statistics of a batch (a counter, the
             vectors of a spectral norm): what is computed then depends on how many forwards a step has.
+        unclaimed: shapes of what was drawn for no samples while some were in work (observer.py).
         error: why the process could not go on, in one line; "" where it could.
     """
 
@@ -186,6 +187,7 @@ class RunRecord:
     compiled: bool = False
     given: Forwards = field(default_factory=Forwards)
     stateful: bool = False
+    unclaimed: set[tuple[int, ...]] = field(default_factory=set)
     error: str = ""
 
     @property

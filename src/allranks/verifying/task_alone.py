@@ -101,6 +101,7 @@ class TaskAlone:
     def _build(self) -> None:
         seed = self.config.train.seed
         self.observer.feed([])
+        self.observer.unclaimed = self.record.unclaimed
         random.seed(seed)
         np.random.seed((seed ^ (seed >> 32)) & 0xFFFFFFFF)
         torch.manual_seed(seed)

@@ -62,7 +62,7 @@ class Errand:
         scale: of the losses under float16, from the first step on; None: the run's own.
         recorded: what one device has chosen, to be chosen again; None: everything chooses by itself.
         evaluate: whether to measure the validation samples in the end.
-        keep: repeats that are kept of each row of equal blocks; None: all. single_noise: see Observer.
+        keep: repeats that are kept of each row of equal blocks; None: all. least_dims: see Observer.
         forwards: of a step on each rank; stateful: whether one moves state of its own, and one device makes as many.
     """
 
@@ -77,7 +77,7 @@ class Errand:
     keep: int | None = None
     forwards: int = 1
     stateful: bool = False
-    single_noise: bool = True
+    least_dims: int = 1
 
 
 @final
@@ -127,7 +127,7 @@ def run_task_rank(errand: Errand) -> TaskRecord:
     layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
     choice = choose_device(environment, "cpu", "auto", layout)  # the run's own backend may be one for GPUs
     start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
-    observer = Observer(single_noise=errand.single_noise)
+    observer = Observer(least_dims=errand.least_dims)
     try:
         exact = prepared.config.train.precision == "float64"
         with observer.watching(), default_dtype(torch.float64 if exact else None):
@@ -189,7 +189,7 @@ class _Run:
         )
         watching[0].session = session
         contents = _contents(session)
-        record = RunRecord()
+        record = RunRecord(unclaimed=self._observer.unclaimed)
         if checkpoint is not None:
             contents.load(checkpoint)
             record.first = checkpoint.step
@@ -220,7 +220,7 @@ class _Run:
                     break
                 watching.step = step = StepRecord(batch_sizes=tuple(len(m.positions) for m in batch.micro_steps))
                 step.rows, step.values = rows_of_step(batch), values_of_step(batch)
-                self._observer.feed(self._in_work(batch, step.rows), step.draws)
+                self._observer.feed(rows_in_work(batch, turns=has_step(self._task)), step.draws)
                 outcome = session.step.run(batch, before, lambda: next(loader, None))
                 session.stream.take(batch)
                 _finish(session, step, batch, outcome, before)
@@ -229,12 +229,6 @@ class _Run:
                 if due == index + 1:
                     self._save(session, contents, due)
                     record.saved_before = due
-
-    def _in_work(self, batch: StepBatch, rows: list[int]) -> Any:
-        """The samples in work. Generators of a Task's own advance in turn: then these are the whole step's, or none."""
-        if has_step(self._task):
-            return rows if len(batch.micro_steps) == 1 else []
-        return rows_in_work(batch)
 
     def _save(self, session: Session, contents: Contents, step: int) -> Checkpoint:
         folder = Path(self._errand.folder)

@@ -22,7 +22,7 @@ from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
 from allranks.verifying.low_precision import judge_low_precision, say_errors, say_noisy
 from allranks.verifying.lowered import LOWERED, Lowered, run_lowered
-from allranks.verifying.noise_runs import is_single_noise_alike
+from allranks.verifying.noise_runs import least_dims_alike
 from allranks.verifying.observer import Observer
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.plan import Plan, notes_of, plan_run
@@ -79,17 +79,18 @@ def _verify_sized(plan: Plan, request: TrainRequest, num_steps: int) -> Answer:
         return cannot("the model is too large to be verified on this machine", size.hindrance, TOO_LARGE)
     sized = with_settings(size.settings) if size.settings else plan
     answer = _verify(sized, num_steps, size)
-    if not is_single_noise_alike(answer):
-        answer = _verify(sized, num_steps, size, single_noise=False)
+    least_dims = least_dims_alike(answer)
+    if least_dims > 1:
+        answer = _verify(sized, num_steps, size, least_dims=least_dims)
     return replace(answer, shrunk=size.note)
 
 
-def _verify(plan: Plan, num_steps: int, size: Size, *, single_noise: bool = True) -> Answer:
+def _verify(plan: Plan, num_steps: int, size: Size, *, least_dims: int = 1) -> Answer:
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
         saves = saves_of(num_steps)
         forwards = cut_step(plan.config.train, plan.layout).num_micro_steps()
         errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", saves, keep=size.keep, forwards=forwards)
-        errand = replace(errand, single_noise=single_noise)
+        errand = replace(errand, least_dims=least_dims)
         with failing(*ALONE):
             one: OneDevice = launch_without_gpus(run_task_alone, errand, nproc=1)[0]
         stopped = hindrance(one)
@@ -150,7 +151,7 @@ def evidence_of(one: OneDevice, ranks: Sequence[TaskRecord]) -> Evidence:
 def run_task_alone(errand: Errand) -> OneDevice:
     """One device: the run, and with another rounding; or why it is not the same again. In a process of `launch`."""
     prepared = prepare(errand.request)
-    observer = Observer(single_noise=errand.single_noise)
+    observer = Observer(least_dims=errand.least_dims)
     with observer.watching(), default_dtype(torch.float64):
         shortened = shorten_validation(prepared.task)
         shrink(prepared.task, errand.keep)
