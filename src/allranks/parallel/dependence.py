@@ -102,7 +102,7 @@ class Dependence(TorchFunctionMode):
         self, function: Callable[..., Any], kinds: object, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(function, "__name__", "")
-        given = [t for t in _values(name, args, kwargs or {}) if isinstance(t, torch.Tensor)]
+        given = [t for t in valued(name, args, kwargs or {}) if isinstance(t, torch.Tensor)]
         try:
             result = function(*args, **(kwargs or {}))
         except Exception as error:
@@ -142,7 +142,7 @@ class Dependence(TorchFunctionMode):
         self.wrong = self.wrong or what
 
 
-def _values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def valued(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments whose values matter."""
     if name in _LIKE:
         return pytree.tree_leaves((args[1:], dict(kwargs)))

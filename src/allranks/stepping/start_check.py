@@ -24,6 +24,7 @@ from allranks.parallel.compiled import uncompiled
 from allranks.parallel.context import Context
 from allranks.parallel.data_parallel import describe_gathering
 from allranks.parallel.spread import Spread
+from allranks.parallel.tensor_uses import uses_of_parts
 from allranks.stepping.alike import everyones, on_any_rank
 from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.evaluate import measure
@@ -104,7 +105,7 @@ def check_at_start(
         return Meeting(task.coupled, task.coupled, Forward(task, spread, lambda batch: (batch,)), None, said)
     try:
         samples, seconds = first_samples(dataset, seed, num_examined(micro_batch))
-        with uncompiled():
+        with uncompiled(), uses_of_parts(spread):
             apart = group if declared_order(dataset) == "sharded" else None
             meeting = _meet(task, spread, samples, apart, seed, micro_batch)
     except AllranksError:

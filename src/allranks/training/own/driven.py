@@ -15,6 +15,7 @@ import torch.distributed as dist
 from allranks.data.random_keys import generators_kept
 from allranks.parallel.compiled import uncompiled
 from allranks.parallel.spread import Spread
+from allranks.parallel.tensor_uses import uses_of_parts
 from allranks.stepping.flops import count_flops
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.position_check import check_positions
@@ -94,7 +95,7 @@ class Driven:
         trained = self._models.trained
         start = self._models.starts.pop(trained, None) if needs_run(trained.mesh.layout) else None
         if start is not None:
-            with uncompiled():
+            with uncompiled(), uses_of_parts(trained):
                 self._compare(start, batch, loss)
             self._models.go_on()
 

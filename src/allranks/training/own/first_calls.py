@@ -27,6 +27,7 @@ from allranks.errors import LayoutError, TaskError
 from allranks.parallel.compiled import uncompiled
 from allranks.parallel.outputs import map_tensors
 from allranks.parallel.spread import Spread
+from allranks.parallel.tensor_uses import uses_of_parts
 from allranks.stepping.alike import everyones
 from allranks.stepping.flops import count_flops
 from allranks.stepping.kept_state import state_kept
@@ -149,6 +150,7 @@ def _undisturbed(spread: Spread) -> Iterator[None]:
     module = spread.bare()
     with ExitStack() as entered:
         entered.enter_context(uncompiled())
+        entered.enter_context(uses_of_parts(spread))
         entered.enter_context(torch.inference_mode(False))
         for kind in {"cpu", spread.device.type}:
             # No cache: it would keep what a forward inside rounded, with the values before they are shaken.
