@@ -10,7 +10,7 @@ from allranks.model_shape import ModelShape
 from allranks.planning.axis_traffic import axes_of
 from allranks.planning.block_cost import BlockCost
 from allranks.planning.mechanisms import Mechanisms
-from allranks.planning.operation_times import operation_times
+from allranks.planning.operation_times import UNFUSED_KERNELS, operation_times
 from allranks.planning.setting import Setting
 from tests.planning.profiles import cluster, cost_of
 
@@ -84,6 +84,19 @@ def test_megatrons_selective_recompute_repeats_unfused_attention_alone() -> None
     plain, selective = cost(how=how), cost(how=how, recompute="selective")
     assert plain.kept_bytes - selective.kept_bytes == 2 * 8 * 2048**2
     assert cost(how=Mechanisms(selective="attention"), recompute="selective").again == 0.0
+
+
+def test_as_many_kernels_are_started_again_as_are_repeated() -> None:
+    """Whatever share of the forward's seconds they take."""
+    none, some, full = (cost(recompute=mode) for mode in ("none", "selective", "full"))
+    # Selective: both norms, three that move bytes, out, a quarter of query, key and value, half of gate and up.
+    repeated = 2 * 1 + 3 * 2 + 2 + 2 / 4 + 2 / 2
+    assert (none.kernels_again, some.kernels_again, full.kernels_again) == (0, repeated, full.kernels)
+    early = cost(recompute="full", how=Mechanisms(recomputes_to_last_kept=True))
+    assert early.kernels_again == full.kernels - 4
+    for fused in (True, False):
+        how = Mechanisms(selective="attention", fused_attention=fused)
+        assert cost(how=how, recompute="selective").kernels_again == (0 if fused else UNFUSED_KERNELS)
 
 
 def test_the_ends_are_never_recomputed() -> None:
@@ -160,3 +173,4 @@ def test_a_ring_has_work_of_its_own_which_both_kinds_of_recompute_repeat() -> No
         assert more > 0.0 and got.backward > plain.backward
         assert got.again - plain.again == pytest.approx(repeated * more)
         assert got.kernels - plain.kernels == 3 * 10
+        assert got.kernels_again - plain.kernels_again == repeated * 3 * 10

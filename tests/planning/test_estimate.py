@@ -72,6 +72,15 @@ def test_recompute_trades_time_for_memory() -> None:
     assert full.time.recompute > 0.2 * full.time.compute / 3
 
 
+def test_a_longer_sequence_takes_no_less_where_the_host_is_slower() -> None:
+    """Attention, which recompute=selective keeps, takes ever more of the forward; as many kernels are started again."""
+    seconds = []
+    for seq in range(256, 704, 64):
+        profile, choice = find_model("llama3-8b").profile(seq), choose(64, tp=8, recompute="selective")
+        seconds.append(estimate(profile, NODE, choice).step_seconds.expected)
+    assert seconds == sorted(seconds)
+
+
 def test_more_tensor_parallelism_takes_less_memory_and_more_communication() -> None:
     one, two, four = (of(dp_shard=32 // tp, tp=tp) for tp in (1, 2, 4))
     assert one.time.tensor == 0.0 < two.time.tensor < four.time.tensor

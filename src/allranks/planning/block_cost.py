@@ -7,14 +7,13 @@ from allranks.model_profile import Block, Operation
 from allranks.planning.axis_traffic import Axes, AxisTraffic, axis_traffic
 from allranks.planning.compute import Machine
 from allranks.planning.operation_times import (
-    KERNELS,
     RING_KERNELS,
-    UNFUSED_KERNELS,
     Times,
     in_low_precision,
     is_product,
     kept_score_bytes,
     merging_seconds,
+    num_kernels,
     operation_times,
     ring_passes,
     share_of,
@@ -59,7 +58,7 @@ class BlockCost:
         again: what recompute repeats of the forward.
         tensor, context, expert: seconds of these axes' collectives in forward and backward and what recompute repeats
             of them, before any overlap; `context_hidden`: those of a ring that are not waited for.
-        kernels: that the host starts in a forward; collectives: among them.
+        kernels: that the host starts in a forward; collectives: among them; kernels_again: in what recompute repeats.
         kept_bytes: activations from its forward to its backward; working_bytes: more while its backward runs.
         logits_bytes: what stands beside them where it ends in a loss; kept_logits_bytes: of these until the backward.
         entry_bytes: of its input. parameters, expert_parameters, trained, trained_expert: as in Parameters.
@@ -75,6 +74,7 @@ class BlockCost:
     context: float
     expert: float
     kernels: float
+    kernels_again: float
     collectives: float
     kept_bytes: float
     working_bytes: float
@@ -102,6 +102,7 @@ class _Sums:
         self.forward = self.backward = self.weight = self.kernels = 0.0
         self.kept = self.kept_selective = self.logits = self.transient = 0.0
         self.again_full = self.again_selective = 0.0
+        self.kernels_full = self.kernels_selective = 0.0
         self.dense = self.expert = self.cast = self.last = self.kept_logits = 0.0
         self.trained = self.trained_expert = self.last_trained = 0.0
 
@@ -113,7 +114,9 @@ class _Sums:
         self.weight += times.weight
         self.again_full += repeats.full * times.forward
         unfused = operation.kind == "attention" and not setting.mechanisms.fused_attention
-        self.kernels += UNFUSED_KERNELS if unfused else KERNELS.get(operation.kind, 1)
+        kernels = num_kernels(operation, setting)
+        self.kernels += kernels
+        self.kernels_full += repeats.full * kernels
         tied = _tied_parameters(operation) / share.weights if setting.mechanisms.copies_tied else 0.0
         held = operation.parameters / share.weights + (tied if setting.pp > 1 else 0.0)
         learns = held if operation.trained and not setting.frozen else 0.0
@@ -144,7 +147,10 @@ class _Sums:
 
     def _ring(self, merging: tuple[float, float], repeats: Repeats, setting: Setting) -> None:
         """A ring's own work beside attention (parallel/ring.py): recompute=selective repeats it, but not attention."""
-        self.kernels += RING_KERNELS * ring_passes(setting)
+        kernels = RING_KERNELS * ring_passes(setting)
+        self.kernels += kernels
+        self.kernels_full += repeats.full * kernels
+        self.kernels_selective += kernels
         self.forward += merging[0]
         self.backward += merging[1]
         self.again_full += repeats.full * merging[0]
@@ -174,14 +180,15 @@ class _Sums:
 
         Megatron-LM computes the scores alone again (2205.05198, section 5). torch keeps results (planning/repeats.py).
         """
-        how = setting.mechanisms
-        if how.selective == "attention":
-            self.kept_selective += kept
-            self.again_selective += times.forward if unfused else 0.0
-            return
-        cut = _result_cut(operation, setting) if is_product(operation) else share_of(operation, setting).kept
-        self.kept_selective += repeats.kept * operation.output_bytes * setting.micro_batch / cut
-        self.again_selective += repeats.selective * times.forward
+        if setting.mechanisms.selective == "attention":
+            again = float(unfused)
+        else:
+            again = repeats.selective
+            cut = _result_cut(operation, setting) if is_product(operation) else share_of(operation, setting).kept
+            kept = repeats.kept * operation.output_bytes * setting.micro_batch / cut
+        self.kept_selective += kept
+        self.again_selective += again * times.forward
+        self.kernels_selective += again * num_kernels(operation, setting)
 
 
 def _tied_parameters(operation: Operation) -> int:
@@ -247,12 +254,13 @@ def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
     wider = setting.stream_widening(block)
     entry = wider * block.input_bytes * setting.micro_batch / setting.cp / _entry_cut(block, setting)
     recompute = setting.recompute if block.repeated else "none"
-    again, kept, working = 0.0, sums.kept, sums.transient
+    again, kernels_again, kept, working = 0.0, 0.0, sums.kept, sums.transient
     if recompute == "full":
-        again, kept, working = sums.again_full, entry, sums.kept + sums.transient
+        again, kernels_again = sums.again_full, sums.kernels_full
+        kept, working = entry, sums.kept + sums.transient
         sent += work.again
     elif recompute == "selective":
-        again, kept = sums.again_selective, sums.kept_selective
+        again, kernels_again, kept = sums.again_selective, sums.kernels_selective, sums.kept_selective
         if setting.mechanisms.selective == "products":
             kept += entry
             if setting.mechanisms.repeats_messages:
@@ -267,6 +275,7 @@ def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
         context=sent.context,
         expert=sent.expert,
         kernels=sums.kernels,
+        kernels_again=kernels_again,
         collectives=sent.collectives,
         kept_bytes=kept,
         working_bytes=working,

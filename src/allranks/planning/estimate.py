@@ -102,7 +102,7 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
     for count, cost in zip(held, costs, strict=True):
         if count:
             exposed = (1 - how.overlap_tensor) * cost.tensor
-            kernels = cost.kernels * (3 + (1 if cost.again > 0.5 * cost.forward else 0))
+            kernels = 3 * cost.kernels + cost.kernels_again
             collective = how.collective_kernels * how.dispatch_seconds + how.wait_seconds * max(0, setting.tp - SOCKET)
             dispatched = kernels * how.dispatch_seconds + cost.collectives * 3 * collective
             device = cost.forward + cost.backward + cost.weight + cost.again + exposed

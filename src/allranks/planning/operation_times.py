@@ -192,6 +192,12 @@ def merging_seconds(operation: Operation, setting: Setting, machine: Machine) ->
     return forward, backward
 
 
+def num_kernels(operation: Operation, setting: Setting) -> int:
+    """That the host starts for an operation's forward."""
+    unfused = operation.kind == "attention" and not setting.mechanisms.fused_attention
+    return UNFUSED_KERNELS if unfused else KERNELS.get(operation.kind, 1)
+
+
 def num_scores(operation: Operation, setting: Setting) -> float:
     """Of one rank and micro-step: query positions times key positions times heads.
 
