@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from allranks.named_models import find_model
+from allranks.planning.operation_times import is_product
 from allranks.planning.pipeline import (
     WAITING,
     parted_share,
@@ -114,12 +116,20 @@ def test_bubbles_are_those_of_torchs_own_orders(
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_as_many_micro_steps_are_under_way_as_in_torchs_own_orders(schedules: Any, schedule: str, chunks: int) -> None:
-    """On every rank; interleaved_zb has besides what waits with as many halves of weights as there are ranks before."""
-    waits = WAITING if schedule == "interleaved_zb" else 0.0
+    """On every rank; under interleaved_zb with what waits with the halves of weights, half of its activations each."""
+    waits = 0.5 if schedule == "interleaved_zb" else 0.0
     for pp, micro_steps in PIPELINES[:-1]:
-        _, most = play(orders_of(schedules, schedule, pp, chunks, micro_steps), (1.0, 1.0, 1.0))
+        _, most = play(orders_of(schedules, schedule, pp, chunks, micro_steps), (1.0, 1.0, 1.0), waits)
         planned = [under_way(schedule, rank, pp, chunks, micro_steps) for rank in range(pp)]
-        assert planned == pytest.approx([(number + waits * rank) / chunks for rank, number in enumerate(most)])
+        assert planned == pytest.approx([number / chunks for number in most])
+
+
+def test_what_waits_with_a_half_of_weights_are_the_gradients_of_what_products_gave() -> None:
+    """As wide as these results are, beside all that the block keeps."""
+    for name in ("llama3-8b", "llama3-70b", "llama3-405b"):
+        block = next(block for block in find_model(name).profile(8192).blocks if block.repeated)
+        given = sum(operation.output_bytes for operation in block.operations if is_product(operation))
+        assert given / block.saved_bytes == pytest.approx(WAITING, abs=0.02)
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:

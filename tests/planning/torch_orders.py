@@ -45,19 +45,23 @@ def orders_of(schedules: Any, name: str, pp: int, chunks: int, micro_steps: int)
     return [[visit for visit in order if visit.kind.startswith(("FORWARD", "BACK", "FULL"))] for order in visits]
 
 
-def play(orders: list[list[Visit]], seconds: tuple[float, float, float]) -> tuple[float, list[int]]:
-    """When the last rank is done, and how many forwards each has at most whose backward is not over.
+def play(
+    orders: list[list[Visit]], seconds: tuple[float, float, float], waiting: float = 0.0
+) -> tuple[float, list[float]]:
+    """When the last rank is done, and how many forwards whose backward is not over each has at most after one.
 
     Args:
         seconds: of one stage's forward, of the gradients of its input, and of those of its weights.
+        waiting: how much more one counts while only its half of weights is left.
     """
     forward, backward, weight = seconds
     lengths = {"FORWARD": forward, "BACKWARD_INPUT": backward, "BACKWARD_WEIGHT": weight}
     lengths["FULL_BACKWARD"] = backward + weight
+    changes = {"FORWARD": 1.0, "BACKWARD_INPUT": waiting, "BACKWARD_WEIGHT": -1.0 - waiting, "FULL_BACKWARD": -1.0}
     last = max(visit.stage for order in orders for visit in order)
     done: dict[tuple[bool, int, int], float] = {}
     clock, places = [0.0] * len(orders), [0] * len(orders)
-    live, most = [0] * len(orders), [0] * len(orders)
+    live, most = [0.0] * len(orders), [0.0] * len(orders)
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):
         before = list(places)
         for rank, order in enumerate(orders):
@@ -67,8 +71,9 @@ def play(orders: list[list[Visit]], seconds: tuple[float, float, float]) -> tupl
                 clock[rank] = start + lengths[visit.kind]
                 if visit.kind != "BACKWARD_WEIGHT":
                     done[visit.kind == "FORWARD", visit.stage, visit.micro_step] = clock[rank]
-                live[rank] += {"FORWARD": 1, "BACKWARD_INPUT": 0}.get(visit.kind, -1)
-                most[rank] = max(most[rank], live[rank])
+                live[rank] += changes[visit.kind]
+                if visit.kind == "FORWARD":  # a backward has what it works with besides
+                    most[rank] = max(most[rank], live[rank])
                 places[rank] += 1
         assert places != before, "a rank waits for itself"
     return max(clock), most
