@@ -21,7 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     for rooms in (
         "errors units durable home_directory lifeline standard_streams config config_guard config_keys config_layers "
         "config_sections config_toml layout_string layout_placement even_cut kept_products left_out journal_events "
-        "ordinary_file printable raised",
+        "ordinary_file printable raised seeds",
         "layout layout_refusals slow_links cluster model_profile model_shape shape_operations named_models "
         "attention_windows hugging_face_config hugging_face_keys hugging_face_windows "
         "parameter_map plan upkeep plan_request rehearsal rehearsed_messages simulation "

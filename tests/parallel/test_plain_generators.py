@@ -1,4 +1,4 @@
-"""Python's and numpy's generators are put back to where they were, and only told of anew where they have moved."""
+"""Python's and numpy's generators are put back to where they were, and are not asked where that is."""
 
 import random
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ def test_words_that_come_by_again_are_told_apart_by_the_number_held_back() -> No
         following = np.random.standard_normal()
         np.random.seed(7)
         np.random.standard_normal()
-        assert PlainGenerators()._numpy is not second._numpy
+        assert PlainGenerators()._states != second._states
         with first.put_back():
             assert np.random.standard_normal() == held_back
             with second.put_back():
@@ -96,16 +96,19 @@ def test_a_held_back_number_that_is_nowhere_to_be_seen_is_put_back_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert plain_generators._HELD_AT is not None, "this numpy shows it"
+    assert plain_generators._WORDS_AT is not None, "this python shows its words"
     monkeypatch.setattr(plain_generators, "_HELD_AT", None)
+    monkeypatch.setattr(plain_generators, "_WORDS_AT", None)
+    test_what_is_drawn_again_is_what_was_drawn_and_leaves_no_trace()
     test_words_that_come_by_again_are_told_apart_by_the_number_held_back()
     test_a_pass_that_ends_one_number_short_is_undone()
 
 
-def test_numpy_is_asked_once_while_nothing_draws_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def watched(name: str) -> Any:
-        real = getattr(np.random, name)
+    def watched(module: Any, name: str) -> Any:
+        real = getattr(module, name)
 
         def call(*given: Any, **named: Any) -> Any:
             asked.append(name)
@@ -113,18 +116,15 @@ def test_numpy_is_asked_once_while_nothing_draws_from_it(monkeypatch: pytest.Mon
 
         return call
 
-    for name in ("get_state", "set_state"):
-        monkeypatch.setattr(np.random, name, watched(name))
+    for module, names in ((np.random, ("get_state", "set_state")), (random, ("getstate", "setstate"))):
+        for name in names:
+            monkeypatch.setattr(module, name, watched(module, name))
     kept = [PlainGenerators() for _ in range(3)]
     for one in kept:
         with one.put_back():
-            random.random()
-    assert asked == ["get_state"]
-    assert len({id(one._plain) for one in kept}) == 1, "the state is held once"
-    np.random.random()
-    with kept[0].put_back():
-        np.random.random(2)
-    assert asked == ["get_state"] * 2 + ["set_state"] * 2
+            draw()
+    assert len({id(one._states) for one in kept}) == 1, "the state is held once"
+    assert asked == []
 
 
 def test_another_kind_of_generator_is_put_back_too() -> None:
@@ -135,5 +135,11 @@ def test_another_kind_of_generator_is_put_back_too() -> None:
         first = draw()
         with kept.put_back():
             assert draw() == first
+        set_bit_generator(own)
+        before = PlainGenerators()
+        set_bit_generator(np.random.PCG64(3))
+        expected = np.random.PCG64(3).random_raw()
+        before.put()
+        assert get_bit_generator().random_raw() == expected, "what is put back is the one that was in use"
     finally:
         set_bit_generator(own)

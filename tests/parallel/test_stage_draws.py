@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from allranks.data.random_keys import last_key, seed_all
-from allranks.parallel.stage_draws import drawing_alike, drawing_apart, stage_seed
+from allranks.parallel.stage_draws import drawing_alike, drawing_apart, drawing_aside, stage_seed
 
 
 def draw() -> tuple[float, float, float]:
@@ -35,11 +35,26 @@ def test_between_modules_all_stages_draw_the_same_and_inside_each_its_own() -> N
     assert forward(1) == (other, others) and last_key() == 5
 
 
-def test_torch_goes_on_between_modules_as_on_one_device() -> None:
+def test_between_modules_all_go_on_as_on_one_device() -> None:
     seed_all(5)
-    alone = [float(torch.rand(())) for _ in range(4)]
-    assert [numbers[0] for numbers in forward(1)[0]] == alone
+    alone = [draw() for _ in range(4)]
+    assert forward(1)[0] == alone
     assert torch.initial_seed() == 5
+
+
+def test_what_is_drawn_aside_is_nobodys() -> None:
+    seed_all(5)
+    alone = [draw() for _ in range(2)]
+    seed_all(5)
+    with drawing_alike():
+        between = [draw()]
+        for _ in range(2):
+            with drawing_aside():
+                draw()
+        with drawing_apart(1):
+            first = draw()
+        between.append(draw())
+    assert between == alone and first == forward(1)[1][0]
 
 
 def test_the_seed_inside_is_the_stages_own() -> None:

@@ -1,11 +1,13 @@
 """Zeros in the shape of what a module returns, without its being computed."""
 
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from allranks.data.random_keys import seed_all
 from allranks.errors import LayoutError
 from allranks.parallel import stand_in
 from allranks.parallel.stand_in import StandIns, is_floating, on_meta
@@ -30,6 +32,19 @@ def test_what_was_called_last_is_remembered(monkeypatch: pytest.MonkeyPatch) -> 
     for rows in (1, 2, 1, 3, 1, 2):
         assert found.make("part", twin, True, (torch.ones(rows, 3),), {}).shape == (rows, 5)
     assert calls == [1, 2, 3, 2]
+
+
+class Draws(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value if random.random() + float(torch.rand(())) < 3 else value[:1]
+
+
+def test_shapes_that_are_asked_for_draw_nothing() -> None:
+    seed_all(5)
+    expected = random.random(), float(torch.rand(()))
+    seed_all(5)
+    assert made(Draws(), torch.ones(2, 3)).shape == (2, 3)
+    assert (random.random(), float(torch.rand(()))) == expected
 
 
 class Looks(nn.Module):

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from allranks.seeds import seed_plain
+
 _WORD: Final = (1 << 64) - 1
 _POSITIVE: Final = (1 << 63) - 1
 _last_key = 0
@@ -98,8 +100,7 @@ def seed_all(key: int) -> None:
     """
     global _last_key  # noqa: PLW0603 the generators are the process's, and so is what they were seeded with
     _last_key = key
-    random.seed(key)
-    np.random.seed((key ^ (key >> 32)) & 0xFFFFFFFF)
+    seed_plain(key)
     torch.default_generator.manual_seed(key)
     for place, index in enumerate(cuda_devices()):
         torch.cuda.default_generators[index].manual_seed(device_key(key, place))

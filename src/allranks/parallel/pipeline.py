@@ -220,8 +220,7 @@ class Pipeline:
             )
         if run.dependence is not None and first:
             self._reads.watch(name, member)
-        with drawing_apart(stage):
-            return self._stand_ins.make(name, twin, member.training, args, kwargs)
+        return self._stand_ins.make(name, twin, member.training, args, kwargs)
 
     def _leave(self, run: StageRun, stage: int, args: Any, kwargs: Any) -> Payload:
         leaves = pytree.tree_leaves((args, kwargs))

@@ -9,8 +9,8 @@ from typing import final
 
 import torch
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_POSITIVE = (1 << 63) - 1
+from allranks.seeds import part_key
+
 _LARGEST_DRAW = 1 << 62
 
 
@@ -58,7 +58,7 @@ class Regions:
             self.inside = False
 
     def _key(self, index: int) -> int:
-        return (self._common ^ (index * _GOLDEN)) & _POSITIVE
+        return part_key(self._common, index)
 
 
 def _seed(key: int) -> None:

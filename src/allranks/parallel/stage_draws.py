@@ -2,25 +2,29 @@
 
 Every stage runs what a forward does between its modules. A mask that is drawn there, the noise of a diffusion model or
 whether a layer is skipped has to be the same on all of them, whatever their modules draw. So these draw from another
-stream: torch's generators change places around each call of a module, which costs a microsecond, and between modules
-they go on as those of one device do whose modules draw nothing. Python's and numpy's cost more to put aside
-than to seed, and are seeded on both sides by a number that python's has drawn.
+stream: the generators of torch, python and numpy change places around each call of a module that is computed, and
+between modules they go on as those of one device do whose modules draw nothing.
 
 Where the modules' stream stands is in a context variable, so that what a model checkpoints draws again what it drew.
 """
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_POSITIVE = (1 << 63) - 1
-_WORD = (1 << 32) - 1
+from allranks.parallel.plain_generators import PlainGenerators
+from allranks.seeds import part_key, seed_plain
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Where the generators stand: torch's, and the others."""
+
+    torchs: tuple[torch.Tensor, ...]
+    plain: PlainGenerators
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +32,11 @@ class _Stream:
     """What the modules of a stage draw from in one forward.
 
     Attributes:
-        states: of torch's generators after those that have run; () before the first.
+        states: of the generators after those that have run; None before the first.
         inside: whether a module runs.
     """
 
-    states: tuple[torch.Tensor, ...] = ()
+    states: _States | None = None
     inside: bool = False
 
 
@@ -51,30 +55,38 @@ def drawing_alike() -> Iterator[None]:
 
 @contextmanager
 def drawing_apart(stage: int) -> Iterator[None]:
-    """Inside a module of the forward runs, or stands for one of another stage; nothing changes inside of another."""
+    """Inside a module of the forward runs; nothing changes inside of another."""
     stream = _STREAM.get()
     if stream.inside:
         yield
         return
-    between, key = _states(), random.getrandbits(62)
-    if stream.states:
-        _put(stream.states)
-    else:
-        # From where these began: where sequences are cut, too, each part of them has another seed.
+    between = _states()
+    if stream.states is None:
+        # From where torch's began: where sequences are cut, too, each part of them has another seed.
         _seed(stage_seed(torch.default_generator.initial_seed(), stage))
-    _seed_plain(stage_seed(key, stage))
+    else:
+        _put(stream.states)
     _STREAM.set(_Stream(stream.states, inside=True))
     try:
         yield
     finally:
         _STREAM.set(_Stream(_states()))
         _put(between)
-        _seed_plain(key)
+
+
+@contextmanager
+def drawing_aside() -> Iterator[None]:
+    """What is drawn inside, where a module of another stage is asked for its shapes, is no draw of anybody's."""
+    before = _states()
+    try:
+        yield
+    finally:
+        _put(before)
 
 
 def stage_seed(key: int, stage: int) -> int:
     """With what the modules of a stage are seeded in a forward that is seeded with `key`; another one than that."""
-    return (key ^ ((stage + 1) * _GOLDEN)) & _POSITIVE
+    return part_key(key, stage + 1)
 
 
 def _generators() -> list[torch.Generator]:
@@ -84,21 +96,18 @@ def _generators() -> list[torch.Generator]:
     return found
 
 
-def _states() -> tuple[torch.Tensor, ...]:
-    return tuple(generator.get_state() for generator in _generators())
+def _states() -> _States:
+    return _States(tuple(generator.get_state() for generator in _generators()), PlainGenerators())
 
 
-def _put(states: Sequence[torch.Tensor]) -> None:
+def _put(states: _States) -> None:
     # A module may be the first to use CUDA.
-    for generator, state in zip(_generators(), states, strict=False):
+    for generator, state in zip(_generators(), states.torchs, strict=False):
         generator.set_state(state)
+    states.plain.put()
 
 
 def _seed(key: int) -> None:
     for generator in _generators():
         generator.manual_seed(key)
-
-
-def _seed_plain(key: int) -> None:
-    random.seed(key)
-    np.random.seed((key ^ (key >> 32)) & _WORD)
+    seed_plain(key)

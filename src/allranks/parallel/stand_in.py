@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
+from allranks.parallel.stage_draws import drawing_aside
 
 SHAPES = 1 << 13
 """So many calls are remembered, those that came last: where lengths change for ever, one of them takes some kB."""
@@ -42,7 +43,7 @@ class StandIns:
             on_meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             meta_args, meta_kwargs = pytree.tree_unflatten(on_meta, spec)
             try:
-                with torch.no_grad():
+                with torch.no_grad(), drawing_aside():
                     self._shapes[key] = twin.train(training)(*meta_args, **meta_kwargs)
             except Exception as error:
                 # It looks at values, as a router of tokens does. A block returns what it is given, changed; where this

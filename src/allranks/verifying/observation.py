@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils import _pytree as pytree
 
 from allranks.parameter_map import Box
+from allranks.seeds import seed_plain
 from allranks.verifying.loader_watch import torch_digest
 from allranks.verifying.recording import Part, Parts
 
@@ -159,8 +160,7 @@ def generator_digests() -> tuple[int, int, int]:
 def seed_everything(seed: int) -> None:
     """Seed torch, numpy and python."""
     torch.manual_seed(seed)
-    np.random.seed(seed % (1 << 32))
-    random.seed(seed)
+    seed_plain(seed)
 
 
 @torch.no_grad()

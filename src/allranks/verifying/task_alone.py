@@ -1,12 +1,10 @@
 """A Task on one device: its own model, loss and samples, fed to the plain loop of `one_device`."""
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -102,9 +100,7 @@ class TaskAlone:
         seed = self.config.train.seed
         self.observer.feed([])
         self.observer.unclaimed = self.record.unclaimed
-        random.seed(seed)
-        np.random.seed((seed ^ (seed >> 32)) & 0xFFFFFFFF)
-        torch.manual_seed(seed)
+        look.seed_everything(seed)
         made = self.task.model()
         self._models = {name: module.to(self._dtype) for name, module in look.modules_of(made).items()}
         for module in self._models.values():
