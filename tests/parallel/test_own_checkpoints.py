@@ -1,13 +1,17 @@
 """What a model checkpoints by torch's own function, and the context of its second run."""
 
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from allranks.parallel import own_checkpoints
+from allranks.parallel import recompute as recomputing
 from allranks.parallel.own_checkpoints import keep_contexts, noted, runs_again
+from allranks.parallel.recompute import recompute
 
 WHERE: ContextVar[str] = ContextVar("where", default="outside")
 keep_contexts()
@@ -49,6 +53,28 @@ def test_a_checkpoint_that_begins_inside_is_noted(reentrant: bool) -> None:
     found.sum().backward()
     run()
     assert not outer.any
+
+
+def test_what_a_layout_recomputes_has_its_context_and_keeps_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, kept = list[Any](), list[Context]()
+
+    def copied() -> Context:
+        kept.append(copy_context())
+        return kept[-1]
+
+    for module in (own_checkpoints, recomputing):
+        monkeypatch.setattr(module, "copy_context", copied, raising=False)
+    block = nn.Tanh()
+
+    def run(value: torch.Tensor) -> torch.Tensor:
+        seen.append((WHERE.get(), runs_again()))
+        return torch.sin(torch.sin(value))
+
+    before = WHERE.set("forward")
+    found = recompute("block", block, run)(torch.ones(3, requires_grad=True))
+    WHERE.reset(before)
+    found.sum().backward()
+    assert seen == [("forward", False), ("forward", True)] and len(kept) == 1
 
 
 def test_it_is_done_once() -> None:

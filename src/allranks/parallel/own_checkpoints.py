@@ -1,15 +1,15 @@
-"""A model's own torch.utils.checkpoint: its second run is made in the context of its first.
+"""What is checkpointed is computed again in the context of its first run: a model's own torch.utils.checkpoint, too.
 
 What a layout has changed for the length of a forward (attention over whole sequences, whose rows count in a BatchNorm,
 which stage of a pipeline runs) is in context variables. A backward runs after that forward has ended, and on CUDA in
 another thread, so that what torch's checkpoint computes again there would find none of it: gradients of another
 computation, without a word. Both variants of torch take the function to run as an argument, and get it with its
-context.
+context. What a layout recomputes (recompute.py) brings its own.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import Context, ContextVar, copy_context
+from contextvars import ContextVar, copy_context
 from typing import Any, final
 
 from torch.utils import checkpoint as torchs
@@ -43,11 +43,12 @@ def keep_contexts() -> None:
     def begin(run: Callable[..., Any], *rest: Any, **named: Any) -> Any:
         _note()
         # The first run is made beside it: what torch gets here is only for later ones.
-        return generator(_Kept(run, is_first=False), *rest, **named)
+        kept = run if isinstance(run, InContext) else InContext(run, is_first=False)
+        return generator(kept, *rest, **named)
 
     def begin_reentrant(ctx: Any, run: Callable[..., Any], *rest: Any) -> Any:
         _note()
-        return forward(ctx, _Kept(run, is_first=True), *rest)
+        return forward(ctx, InContext(run, is_first=True), *rest)
 
     begin.keeps_context = True  # type: ignore[attr-defined]
     module._checkpoint_without_reentrant_generator = begin
@@ -65,15 +66,8 @@ def noted() -> Iterator[Noted]:
         _NOTED.reset(before)
 
 
-def run_again(context: Context, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function` once more, in a copy of the context of its first run."""
-    own = context.copy()
-    own.run(_AGAIN.set, True)
-    return own.run(function, *args, **kwargs)
-
-
 def runs_again() -> bool:
-    """Whether what runs now is a second run that knows its context (`run_again`)."""
+    """Whether what runs now is a later run of `InContext`."""
     return _AGAIN.get()
 
 
@@ -83,8 +77,10 @@ def _note() -> None:
 
 
 @final
-class _Kept:
-    """A function to be checkpointed, and the context of its first run; that one is the caller's own.
+class InContext:
+    """A function to be checkpointed, of which later runs are made in the context in which this was made.
+
+    The first run is the caller's own.
 
     Args:
         is_first: whether the first run is the next call.
@@ -98,4 +94,6 @@ class _Kept:
         if self._is_first:
             self._is_first = False
             return self._function(*args, **kwargs)
-        return run_again(self._context, self._function, *args, **kwargs)
+        own = self._context.copy()
+        own.run(_AGAIN.set, True)
+        return own.run(self._function, *args, **kwargs)

@@ -9,7 +9,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from contextvars import copy_context
 from copy import copy
 from typing import Any, final
 
@@ -28,7 +27,7 @@ from torch.utils.checkpoint import (
 from allranks.errors import LayoutError
 from allranks.kept_products import keeps_product
 from allranks.parallel.module_state import ModuleState
-from allranks.parallel.own_checkpoints import run_again
+from allranks.parallel.own_checkpoints import InContext
 from allranks.parallel.plain_generators import PlainGenerators
 
 Forward = Callable[..., Any]
@@ -147,23 +146,23 @@ class _Recomputed:
         versions = [_version(leaf) for leaf in leaves]
         state, drawn = ModuleState(self._name, self._module), PlainGenerators()
         given = [(args, kwargs)]
-        context = copy_context()
 
         def run(*leaves: Any) -> Any:
-            # The first run gets the caller's own containers, a later one what was in them then, and its context.
+            # The first run gets the caller's own containers, a later one what was in them then.
             if given:
                 args, kwargs = given.pop()
                 return self._forward(*args, **kwargs)
             args, kwargs = pytree.tree_unflatten(list(leaves[: structure.num_leaves]), structure)
             with self.around():
-                return run_again(context, self._forward, *args, **kwargs)
+                return self._forward(*args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             first, again = self._contexts()
             return first, _Again(self._name, state, drawn, again)
 
         with set_checkpoint_early_stop(True):  # by that `_Again` knows a run that has saved all
-            output = checkpoint(run, *leaves, *self._told_devices(), use_reentrant=False, context_fn=contexts)
+            kept = InContext(run, is_first=True)
+            output = checkpoint(kept, *leaves, *self._told_devices(), use_reentrant=False, context_fn=contexts)
         if [_version(leaf) for leaf in leaves] != versions:
             raise LayoutError(
                 f"block {self._name} changes its input in place, so that its activations cannot be computed again: "
