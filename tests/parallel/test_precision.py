@@ -71,6 +71,13 @@ def test_inputs_follow_float64_only() -> None:
     assert choose_precision("bfloat16", None, "cpu").cast_inputs(batch) is batch
 
 
+def test_batches_are_placed_and_cast() -> None:
+    batch = {"x": torch.ones(2), "n": 3}
+    placed: Any = choose_precision("float64", None, "cpu").place(batch, torch.device("meta"))
+    assert placed["x"].is_meta and placed["x"].dtype is torch.float64 and placed["n"] == 3
+    assert choose_precision("bfloat16", None, "cpu").place(batch, torch.device("cpu")) is batch
+
+
 def test_outputs_are_float32_before_the_loss() -> None:
     precision = choose_precision("bfloat16", None, "cpu")
     linear, x = nn.Linear(3, 2), torch.randn(4, 3)

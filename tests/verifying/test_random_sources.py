@@ -12,11 +12,25 @@ import torch
 from torch import nn
 
 from allranks.verifying.observer import Observer
-from allranks.verifying.random_sources import RandomOperations, Unseeded
+from allranks.verifying.random_sources import RandomOperations, Unseeded, seen_to_draw
 
 OWN = np.random.default_rng(3)
 OLDER = np.random.RandomState(3)
 PLAIN = random.Random(3)
+
+
+def test_what_is_seen_to_draw_follows_seeds_or_does_not() -> None:
+    def run() -> RandomOperations:
+        mode = RandomOperations()
+        with mode:
+            torch.rand(2)
+            torch.rand(2, generator=torch.Generator())
+            OWN.random()
+        return mode
+
+    assert seen_to_draw(run, seeded=True) == ["rand"]
+    own, generator = seen_to_draw(run, seeded=False)
+    assert own == "rand with a torch.Generator of its own" and "umpy" in generator
 
 
 def test_random_operations_are_named() -> None:

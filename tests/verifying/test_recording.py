@@ -16,3 +16,9 @@ def test_a_record_survives_the_pipe() -> None:
     assert there.rows == [1 << 60] and there.draws == [Draw(7, (2, 3), True)] and there.raw["w"].box == part.box
     assert torch.equal(there.raw["w"].value, part.value) and again.run.resumed is not None
     assert again.run.resumed.error == "no" and there.gradients == {}
+
+
+def test_what_recomputations_draw_is_told_apart() -> None:
+    first, same, other = Draw(7, (2, 3), False), Draw(7, (2, 3), True), Draw(8, (2, 3), True)
+    step = StepRecord(draws=[first, same, other])
+    assert step.drawn == [first] and step.drawn_otherwise == [other]

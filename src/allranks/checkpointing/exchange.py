@@ -45,7 +45,7 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None, device: torch.dev
         dist.all_gather(sizes, size, group=group)
         lengths = [int(length) for length in torch.cat(sizes).tolist()]
         mine = torch.zeros(max(lengths), dtype=torch.uint8)
-        mine[: len(data)] = _tensor(data)
+        mine[: len(data)] = tensor_of(data)
         mine = mine.to(device)
         received = [torch.empty_like(mine) for _ in lengths] if first else None
         dist.gather(mine, received, group=group, group_dst=0)
@@ -60,8 +60,8 @@ def broadcast_bytes(data: bytes, group: dist.ProcessGroup | None, device: torch.
     with among_peers("a checkpoint was committed"):
         size = torch.tensor([len(data)], device=device)
         dist.broadcast(size, group=group, group_src=0)
-        first = dist.get_rank(group) == 0
-        content = _tensor(data).to(device) if first else torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+        own = tensor_of(data) if dist.get_rank(group) == 0 else torch.empty(int(size.item()), dtype=torch.uint8)
+        content = own.to(device)
         dist.broadcast(content, group=group, group_src=0)
     return _bytes(content)
 
@@ -73,7 +73,8 @@ def _place(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     return device
 
 
-def _tensor(data: bytes) -> torch.Tensor:
+def tensor_of(data: bytes) -> torch.Tensor:
+    """A copy of the bytes, uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 

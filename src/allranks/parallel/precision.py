@@ -59,6 +59,12 @@ class Precision:
             return inputs
         return pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
 
+    def place(self, batch: object, device: torch.device) -> object:
+        """The tensors of a pytree on the device, and as `cast_inputs`."""
+        if device.type != "cpu":
+            batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
+        return self.cast_inputs(batch)
+
     def cast_output(self, output: object) -> object:
         """Floating tensors of the model's output in float32, so that `loss` never sums in 8 bits of mantissa."""
         if self.compute is None:

@@ -39,14 +39,17 @@ NOT_SEEN = 0.005
 
 def seconds_by_cause(time: StepTime) -> dict[str, float]:
     """Seconds by the field's name, the largest first; what takes none is left out."""
-    found = {part.name: float(getattr(time, part.name)) for part in fields(StepTime)}
-    return dict(sorted(((name, s) for name, s in found.items() if s > 0), key=lambda pair: -pair[1]))
+    return _by_field(time)
 
 
 def bytes_by_category(memory: MemoryUse) -> dict[str, float]:
     """Bytes by the field's name, the largest first; what takes none is left out."""
-    found = {part.name: float(getattr(memory, part.name)) for part in fields(MemoryUse)}
-    return dict(sorted(((name, size) for name, size in found.items() if size > 0), key=lambda pair: -pair[1]))
+    return _by_field(memory)
+
+
+def _by_field(parts: StepTime | MemoryUse) -> dict[str, float]:
+    found = {part.name: float(getattr(parts, part.name)) for part in fields(parts)}
+    return dict(sorted(((name, much) for name, much in found.items() if much > 0), key=lambda pair: -pair[1]))
 
 
 def why_first(best: Estimate, num_fitting: int) -> str:

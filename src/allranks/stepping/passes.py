@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
 from allranks import fault_points
 from allranks.data.micro_step import MicroStep, StepBatch
@@ -89,10 +88,7 @@ class Forward:
 
     def on_device(self, batch: object) -> object:
         """The same, with sequences whole."""
-        device = self.spread.device
-        if device.type != "cpu":
-            batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
-        return self.spread.precision.cast_inputs(batch)
+        return self.spread.precision.place(batch, self.spread.device)
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the user's forward."""

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from allranks.checkpointing.exchange import tensor_of
+
 JSON_TYPES = (str, int, float, bool, type(None))
 MOST_SPANNED = 2
 """A tensor that spans more times its own size, as a column of a large table, travels without what lies between."""
@@ -47,11 +49,11 @@ class Parcel:
         Args:
             device: where the group's backend wants its tensors.
         """
-        described, content = self._pack() if self._travels else (None, _tensor(b""))
+        described, content = self._pack() if self._travels else (None, tensor_of(b""))
         header = json.dumps({"leaves": described, "spec": str(self._spec), "extra": self._extra}).encode()
         lengths = torch.tensor([len(header), len(content)], dtype=torch.int64)
         received = _pass_on(lengths, torch.zeros(2, dtype=torch.int64), group, device).tolist()
-        said = _pass_on(_tensor(header), torch.empty(received[0], dtype=torch.uint8), group, device)
+        said = _pass_on(tensor_of(header), torch.empty(received[0], dtype=torch.uint8), group, device)
         bytes_of = _pass_on(content, torch.empty(received[1], dtype=torch.uint8), group, device)
         told = json.loads(said.numpy().tobytes())
         if told["leaves"] is None or told["spec"] != str(self._spec):
@@ -60,7 +62,7 @@ class Parcel:
 
     def _pack(self) -> tuple[list[dict[str, Any]], torch.Tensor]:
         """What the leaves are, and the bytes of those that are tensors, one after the other."""
-        described, parts = list[dict[str, Any]](), [_tensor(b"")]
+        described, parts = list[dict[str, Any]](), [tensor_of(b"")]
         for leaf in self._leaves:
             if not isinstance(leaf, torch.Tensor):
                 described.append({"value": leaf})
@@ -117,7 +119,3 @@ def _pass_on(
     for one in dist.batch_isend_irecv(work) if work else ():
         one.wait()
     return received.cpu()
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

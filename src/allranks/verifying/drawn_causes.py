@@ -79,7 +79,7 @@ def _layers(record: StepRecord) -> dict[float, Fraction] | None:
 
 def _dropouts(record: StepRecord) -> list[Draw]:
     """Of its forwards."""
-    return [draw for draw in record.draws if not draw.noise and not draw.again]
+    return [draw for draw in record.drawn if not draw.noise]
 
 
 def _in_words(probabilities: Collection[float]) -> str:
@@ -120,14 +120,13 @@ def _states(record: StepRecord, is_one: Callable[[Draw], bool], one: StepRecord)
     another. On one device, which has more samples, it is none with a row for each.
     """
     dims = {len(draw.shape) for draw in one.draws if draw.shared}
-    drawn = [draw for draw in record.draws if is_one(draw) and not draw.again]
+    drawn = filter(is_one, record.drawn)
     return {draw.state for draw in drawn if not draw.shared or len(draw.shape) in dims}
 
 
 def _recomputed(ranks: Sequence[StepRecord], step: int) -> list[Finding]:
     for rank, record in enumerate(ranks):
-        seen = {draw.state for draw in record.draws if not draw.again}
-        other = [draw for draw in record.draws if draw.again and draw.state not in seen]
+        other = record.drawn_otherwise
         if other:
             noise = all(draw.noise for draw in other)
             what, word = ("noise", "draws") if noise else ("dropouts", "dropouts")

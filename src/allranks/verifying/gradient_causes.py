@@ -179,11 +179,7 @@ def _combined(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch],
 def _drew_again(evidence: Evidence, step: int) -> bool:
     """Whether a recomputation drew what no forward of the step had drawn."""
     _, ranks = evidence.step(step)
-    for one in ranks:
-        seen = {draw.state for draw in one.draws if not draw.again}
-        if any(draw.again and draw.state not in seen for draw in one.draws):
-            return True
-    return False
+    return any(one.drawn_otherwise for one in ranks)
 
 
 def _like_rounding(off: Sequence[Mismatch]) -> str:

@@ -43,7 +43,7 @@ def _is_alike(runs: Sequence[RunRecord], is_one: Kind) -> bool:
 
 
 def _often(record: StepRecord, is_one: Kind) -> Fraction:
-    drawn = [draw for draw in record.draws if is_one(draw) and not draw.again]
+    drawn = filter(is_one, record.drawn)
     return Fraction(sum(draw.shape[0] for draw in drawn), len(record.rows))
 
 

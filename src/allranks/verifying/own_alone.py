@@ -1,9 +1,10 @@
 """One process that runs an own loop as one device does: whether it is the same again, and how far rounding moves it."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from allranks.verifying.own_group import process_group
 from allranks.verifying.own_loop import SEED, OwnLoop, Setting, default_dtype
 from allranks.verifying.policies import without_policies
 from allranks.verifying.program import Program, load_program, merge
-from allranks.verifying.random_sources import RandomOperations, Unseeded
+from allranks.verifying.random_sources import RandomOperations, Unseeded, seen_to_draw
 from allranks.verifying.recording import OneDevice, RunRecord
 from allranks.verifying.variants import Seen, variants_of
 from allranks.verifying.weights import is_sum_of
@@ -68,7 +69,7 @@ def run_alone(source: Source, setting: Setting, num_ranks: int) -> OneDevice:
         noise = find_noise(
             first,
             lambda seed: run(seed=seed, resume=False),
-            lambda seeded: _drawing(program, setting, observer, seeded),
+            partial(seen_to_draw, lambda: _operations(program, setting, observer)),
             relative=relative_of(setting),
         )
         if noise is not None:
@@ -103,14 +104,6 @@ def _operations(program: Program, setting: Setting, observer: Observer) -> Rando
     loop = OwnLoop(replace(program, step=mode.around(program.step)), short, 0, 1, False, observer)
     loop.run()
     return mode
-
-
-def _drawing(program: Program, setting: Setting, observer: Observer, seeded: bool) -> Sequence[str]:
-    """What is seen to draw: with numbers that seeds decide, or with others."""
-    unseeded = Unseeded()
-    with unseeded.watching():
-        operations = _operations(program, setting, observer)
-    return operations.names if seeded else (*operations.own, *unseeded.names)
 
 
 def _draws_by_place(program: Program, setting: Setting, observer: Observer) -> bool:

@@ -11,7 +11,7 @@ import random
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,6 +167,14 @@ class Unseeded:
             return original()
 
         return read
+
+
+def seen_to_draw(run: Callable[[], RandomOperations], seeded: bool) -> Sequence[str]:
+    """What is seen to draw in the run of some steps: with numbers that seeds decide, or with others."""
+    unseeded = Unseeded()
+    with unseeded.watching():
+        operations = run()
+    return operations.names if seeded else (*operations.own, *unseeded.names)
 
 
 def _states() -> list[tuple[Any, str, str]]:

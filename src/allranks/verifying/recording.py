@@ -128,6 +128,17 @@ class StepRecord:
     kept: Parts = field(default_factory=dict)
     past: tuple[str, ...] = ()
 
+    @property
+    def drawn(self) -> list[Draw]:
+        """What its forwards have drawn."""
+        return [draw for draw in self.draws if not draw.again]
+
+    @property
+    def drawn_otherwise(self) -> list[Draw]:
+        """What recomputations have drawn from states from which no forward has."""
+        seen = {draw.state for draw in self.drawn}
+        return [draw for draw in self.draws if draw.again and draw.state not in seen]
+
 
 @final
 @dataclass

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from allranks.verifying.noise_runs import least_dims_alike
 from allranks.verifying.observer import Observer
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.plan import Plan, notes_of, plan_run
-from allranks.verifying.random_sources import RandomOperations, Unseeded
+from allranks.verifying.random_sources import RandomOperations, seen_to_draw
 from allranks.verifying.recording import OneDevice, RunRecord, saves_of
 from allranks.verifying.shrinking import Room, Size, choose_size, shrink
 from allranks.verifying.task_alone import TaskAlone, Variation
@@ -165,12 +166,6 @@ def run_task_alone(errand: Errand) -> OneDevice:
                 TaskAlone(prepared.task, prepared.config, 1, observer, operations=operations).run()
             return operations
 
-        def drawing(seeded: bool) -> Sequence[str]:
-            unseeded = Unseeded()
-            with unseeded.watching():
-                operations = drawn()
-            return operations.names if seeded else (*operations.own, *unseeded.names)
-
         first = run()
         if first.error:
             return OneDevice(first)
@@ -178,6 +173,7 @@ def run_task_alone(errand: Errand) -> OneDevice:
         if first.stateful and errand.forwards > 1:
             plain = replace(PLAIN, forwards=errand.forwards)
             first = run(plain)
+        drawing = partial(seen_to_draw, drawn)
         noise = find_noise(first, lambda seed: run(replace(plain, seed=plain.seed + seed)), drawing)
         if noise is not None:
             return OneDevice(first, noise=noise)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from allranks.config import Config, resolve_config
 from allranks.config_keys import did_you_mean
@@ -82,9 +81,7 @@ class Ground:
 
     def place(self, batch: Any) -> Any:
         """The batch's tensors on the device, floating ones in float64 where that is the precision."""
-        if self.device.type != "cpu":
-            batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
-        return self.precision.cast_inputs(batch)
+        return self.precision.place(batch, self.device)
 
     def spread(self, module: nn.Module, links: Links, *, sequence_dims: Mapping[str, int], **hints: Any) -> nn.Module:
         """What is to be called for `module`, as `World.parallelize` says, whose `hints` these are; collective."""
