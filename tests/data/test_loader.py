@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from allranks.data import worker_process
 from allranks.data.cut import Cut
-from allranks.data.loader import Loader
+from allranks.data.loader import Loader, came_from_loader
 from allranks.data.micro_step import StepBatch
 from allranks.data.stream import DataStream
 from allranks.errors import ProcessError
@@ -250,6 +250,7 @@ def test_an_error_of_the_users_passes_through_and_says_which_sample(workers: int
     with pytest.raises(ValueError, match="unreadable image") as caught:
         load(Broken(range(8)), workers, Cut(2), shuffle=False)
     assert "while loading sample 5 (position 5) of Broken" in told(caught.value)
+    assert came_from_loader(caught.value)
     assert multiprocessing.active_children() == []
 
 
@@ -279,6 +280,14 @@ def test_an_error_in_collate_says_where(workers: int) -> None:
     with pytest.raises(ValueError, match="sizes differ") as caught:
         load(list(range(8)), workers, Cut(4), shuffle=False, collate=collate)
     assert "while collating 4 samples (positions 4 to 7)" in told(caught.value)
+    assert came_from_loader(caught.value)
+
+
+def test_an_error_of_who_takes_the_batches_is_not_the_loaders() -> None:
+    with pytest.raises(ValueError) as caught:
+        for _ in Loader(DataStream(list(range(8)), cut=Cut(4), epochs=1)):
+            raise ValueError("of the loop")
+    assert not came_from_loader(caught.value)
 
 
 def told(error: BaseException) -> str:

@@ -200,6 +200,20 @@ def test_memory_that_runs_out_at_the_start_is_no_mistake_of_the_dataset() -> Non
     assert str(refused.value).startswith(what) and not refused.value.divisible
 
 
+class Full(Curve):
+    """Its collate finds no memory."""
+
+    def collate(self, samples: Any) -> Any:
+        return bytearray(1 << 60)
+
+
+def test_memory_that_the_dataset_lacks_at_the_start_is_its_own() -> None:
+    with pytest.raises(
+        TaskError, match=r"^Full fails on the first samples of its dataset:(.|\n)*collate(.|\n)*MemoryError$"
+    ):
+        said(Full(), "single")
+
+
 class Sides(IterableDataset[Any]):
     """Shards itself: even ranks see points on the one side, odd ranks on the other."""
 

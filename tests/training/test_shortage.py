@@ -90,6 +90,18 @@ def test_a_run_goes_on_with_smaller_forwards_and_the_same_samples(tmp_path: Path
 
 @pytest.mark.full
 @pytest.mark.distributed
+@pytest.mark.parametrize("workers", [0, 1])
+def test_memory_that_a_sample_takes_ends_the_run_with_the_sample(tmp_path: Path, workers: int) -> None:
+    words = ("task.heavy=50", f"data.workers={workers}")
+    ran = allranks("train", HUNGRY, "--nproc", "2", "--run", "run", *QUICK, *words, folder=tmp_path, check=1)
+    run = Run.open(tmp_path / "run")
+    assert run.attempts == 1 and not [event for event in run.events() if event["event"] == "verdict"]
+    assert "while loading sample 50 (position " in ran.stderr and "MemoryError" in ran.stderr
+    assert "rank 0 on " in ran.stderr or "rank 1 on " in ran.stderr
+
+
+@pytest.mark.full
+@pytest.mark.distributed
 def test_a_run_with_batch_statistics_ends_with_the_advice(tmp_path: Path) -> None:
     words = ("task.fits=5", "task.normed=true", "--json")
     ran = allranks("train", HUNGRY, "--nproc", "2", "--run", "run", *QUICK, *words, folder=tmp_path, check=1)

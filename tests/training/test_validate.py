@@ -111,6 +111,33 @@ def test_memory_that_is_short_in_an_evaluation_is_said_to_be() -> None:
     assert short.value.divisible
 
 
+class Heavy(Curve):
+    """Its last sample of evaluation takes more memory than there is."""
+
+    def dataset(self, split: str) -> Any:
+        data = super().dataset(split)
+        return data if split == "train" else HeavySamples(data)
+
+
+class HeavySamples:
+    """As of a list."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index] if index < 12 else bytearray(1 << 60)
+
+
+def test_memory_that_the_dataset_lacks_is_no_forward_s() -> None:
+    with pytest.raises(MemoryError) as short:
+        validate(session_of(Heavy(), config_of("single", "train.global_batch=8")))
+    assert short.value.__notes__ == ["allranks: while loading sample 12 (position 12) of HeavySamples"]
+
+
 UNFIT = """
 from tests.training.runs import start
 from tests.training.tasks import Counted, Curve

@@ -5,6 +5,7 @@ DataLoader.
 import os
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -211,6 +212,11 @@ class _StepReader(torch.utils.data.IterableDataset[tuple[StepPlan, list[Any]]]):
                     for micro, chosen in zip(plan.micro_plans, items, strict=True)
                 ],
             )
+
+
+def came_from_loader(error: BaseException) -> bool:
+    """Whether a Loader raised it: of the samples or of what puts them together, not of what is computed of them."""
+    return any(frame.f_code is Loader.__next__.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _collate_seed(stream: DataStream, collate: Collate, draws: bool) -> int | None:

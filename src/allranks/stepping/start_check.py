@@ -103,15 +103,18 @@ def check_at_start(
         unknown = pass_uncompared(spread, f"{type(task).__name__} has a step() of its own")
         said = (unknown,) if spread.mesh.layout.cuts_model else ()
         return Meeting(task.coupled, task.coupled, Forward(task, spread, lambda batch: (batch,)), None, said)
+    loaded = False
     try:
         samples, seconds = first_samples(dataset, seed, num_examined(micro_batch))
+        batch = plain_batch(task.collate(list(samples)))
+        loaded = True  # memory that ran out before is what the dataset has taken
         with uncompiled(), uses_of_parts(spread):
             apart = group if declared_order(dataset) == "sharded" else None
-            meeting = _meet(task, spread, samples, apart, seed, micro_batch)
+            meeting = _meet(task, spread, samples, batch, apart, seed, micro_batch)
     except AllranksError:
         raise
     except Exception as error:
-        if is_out_of_memory(error):
+        if loaded and is_out_of_memory(error):
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             what = f"memory ran out at the start, where the loss of {num_examined(micro_batch)} samples is looked at"
             moves = "smaller samples, layout.recompute=full, or a layout that shards more or cuts the logits"
@@ -148,10 +151,16 @@ def check_step(task: Task, spread: Spread) -> None:
 
 
 def _meet(
-    task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGroup | None, seed: int, micro_batch: int
+    task: Task,
+    spread: Spread,
+    samples: list[Any],
+    batch: Any,
+    group: dist.ProcessGroup | None,
+    seed: int,
+    micro_batch: int,
 ) -> Meeting:
     """`group`: of ranks that see other samples each, and could decide otherwise; None where all see the same."""
-    batch, module = plain_batch(task.collate(list(samples))), spread.bare()
+    module = spread.bare()
     inputs, targets = resolve_inputs(task, module, batch), resolve_targets(task, batch)
     forward = Forward(task, spread, inputs.call)
     said = () if spread.context is None else (_meet_context(spread.context, task, batch, inputs.call),)

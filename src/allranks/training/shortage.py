@@ -1,6 +1,7 @@
 """Memory that ran out in a step: the same step in smaller forwards, or the advice where that would be another step.
 
-An evaluation has forwards as large as a step's, so that the same helps there.
+An evaluation has forwards as large as a step's, so that the same helps there. Where samples are loaded and collated it
+helps nothing: as many are held at a time, and what the dataset takes for one of them stays.
 
 The worker says what happened and ends; the agent has all of them start again from the newest checkpoint. The global
 batch and the order of its samples stay, and the loss is a sum over them, so that only rounding tells the difference.
@@ -8,7 +9,9 @@ batch and the order of its samples stay, and the loss is a sum over them, so tha
 
 from allranks.config import Config
 from allranks.data.cut import Cut, cut_step
+from allranks.data.loader import came_from_loader
 from allranks.errors import AllranksError, MemoryShortError
+from allranks.failure import is_out_of_memory
 from allranks.layout import Layout
 from allranks.run import Run
 from allranks.stepping.session import Session
@@ -18,6 +21,11 @@ ALONE_MOVES = (
     "layout.recompute=full, layout.offload=activations (on a GPU), or more processes on more devices with a layout "
     "that shards (one has nobody to share with)"
 )
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether memory ran out in what is computed, rather than in the user's dataset or `collate`."""
+    return is_out_of_memory(error) and not came_from_loader(error)
 
 
 def explain_shortage(

@@ -12,11 +12,10 @@ from allranks.data.random_keys import evaluation_seed
 from allranks.data.second_pass import check_begins_anew
 from allranks.data.stream import draws
 from allranks.errors import DataError
-from allranks.failure import is_out_of_memory
 from allranks.parallel.batchnorm import BATCH_STATISTICS
 from allranks.stepping.evaluate import evaluate
 from allranks.stepping.session import Session
-from allranks.training.shortage import explain_shortage, samples_per_forward
+from allranks.training.shortage import explain_shortage, is_shortage, samples_per_forward
 
 Batch = TypeVar("Batch")
 
@@ -36,7 +35,7 @@ def validate(session: Session, progress: Callable[[], None] = lambda: None) -> d
         with nullcontext() if session.ema is None else session.ema.in_place():
             return evaluate(session.forward, _tell_each(batches, progress), session.processes.mesh.sample_group)
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_shortage(error):
             raise explain_shortage(session, error, where="an evaluation", samples=_most_samples(session)) from error
         raise
 

@@ -13,7 +13,6 @@ from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.mirror import Mirror
 from allranks.data.worker_process import worker_death
 from allranks.errors import ConfigError, GuardError, ProcessError
-from allranks.failure import is_out_of_memory
 from allranks.launching.environment import read_environment
 from allranks.observing import heartbeat
 from allranks.observing.counters import Stopwatch
@@ -39,7 +38,7 @@ from allranks.training.rollbacks import add_range, told_at_start
 from allranks.training.same_data import compare_data, tell_data
 from allranks.training.saver import Saver
 from allranks.training.screen import Screen
-from allranks.training.shortage import explain_shortage
+from allranks.training.shortage import explain_shortage, is_shortage
 from allranks.training.snapshot import Contents, kept_schedule
 from allranks.training.starting_point import OPEN_MIRROR, find_starting_point
 from allranks.training.stop import StopRequests
@@ -224,7 +223,7 @@ class _Training:
             forsake(self._memory, self._processes.rank, self._hosts, self._run.checkpoints)
             raise
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_shortage(error):
                 raise explain_shortage(session, error) from error
             raise
         finally:
