@@ -1,21 +1,27 @@
-"""A Task without memory for many samples in one forward; it says so as torch does."""
+"""A Task without memory for many samples in one forward, or for one of them; it says so as torch and Python do."""
 
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset
 
 import allranks
 
 
-class Samples(TensorDataset):
+class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Number `heavy` takes more memory than there is."""
 
-    heavy = -1
+    def __init__(self, x: torch.Tensor, heavy: int) -> None:
+        self.x, self.y, self.heavy = x, (x.sum(1) > 0).long(), heavy
 
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index) if index != self.heavy else bytearray(1 << 60)
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == self.heavy:
+            bytearray(1 << 60)
+        return self.x[index], self.y[index]
 
 
 class Hungry(allranks.Task):
@@ -26,10 +32,7 @@ class Hungry(allranks.Task):
     normed: bool = False
 
     def dataset(self, split: str) -> Any:
-        x = torch.randn(96, 4, generator=torch.Generator().manual_seed(len(split)))
-        samples = Samples(x, (x.sum(1) > 0).long())
-        samples.heavy = self.heavy
-        return samples
+        return Samples(torch.randn(96, 4, generator=torch.Generator().manual_seed(len(split))), self.heavy)
 
     def model(self) -> nn.Module:
         norm = nn.BatchNorm1d(8) if self.normed else nn.Identity()
