@@ -49,6 +49,8 @@ FEW = 2  # samples where a whole output is kept
 
 COUPLED = "the loss couples samples"
 
+Group = dist.ProcessGroup | None
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -79,7 +81,7 @@ def check_at_start(
     seed: int,
     *,
     draws: bool,
-    group: dist.ProcessGroup | None,
+    group: Group,
     micro_batch: int,
 ) -> Meeting:
     """Find out, on the first samples of the dataset; collective.
@@ -151,13 +153,7 @@ def check_step(task: Task, spread: Spread) -> None:
 
 
 def _meet(
-    task: Task,
-    spread: Spread,
-    samples: list[Any],
-    batch: Any,
-    group: dist.ProcessGroup | None,
-    seed: int,
-    micro_batch: int,
+    task: Task, spread: Spread, samples: list[Any], batch: Any, group: Group, seed: int, micro_batch: int
 ) -> Meeting:
     """`group`: of ranks that see other samples each, and could decide otherwise; None where all see the same."""
     module = spread.bare()
