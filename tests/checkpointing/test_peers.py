@@ -12,7 +12,7 @@ import torch.distributed as dist
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, read_manifest, verify_files
 from allranks.checkpointing.joining import bring_part, list_parts
 from allranks.checkpointing.peers import Hosts, first_word, save_on_hosts
-from allranks.errors import CheckpointError
+from allranks.errors import CheckpointError, RunError
 from tests.checkpointing.worlds import flip, header, parts, save_alone, save_together, whole_tensors
 from tests.distributed.pool import Pools
 
@@ -35,6 +35,7 @@ def save_here(root: Path, hosts: tuple[tuple[int, ...], ...], step: int = 200, *
         "token": "t_1",
         "device": torch.device("cpu"),
         "tells": rank == 0,
+        "before_commit": lambda: None,
         "hosts": Hosts(rank, hosts),
     }
     return save_on_hosts(**(arguments | options))
@@ -130,6 +131,21 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_older_one_stays(
     assert [names(tmp_path / number) for number in "01"] == [["step-00000100"]] * 2
     assert bring(tmp_path, 0, 1) == []
     check_whole(tmp_path, 100)
+
+
+@pytest.mark.distributed
+def test_what_has_to_stand_before_a_copy_counts_and_does_not_is_told_on_every_rank(pool: Pools, tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise RunError("rank 0: lines are missing")
+
+    def case() -> str:
+        with pytest.raises(CheckpointError) as raised:
+            save_here(tmp_path, TWO_HOSTS, before_commit=refuse)
+        return str(raised.value)
+
+    told = pool(4).run(case)
+    assert len(set(told)) == 1 and ": rank 0: lines are missing; " in told[0]
+    assert not [name for number in "01" for name in names(tmp_path / number) if name.startswith("step-")]
 
 
 @pytest.mark.distributed

@@ -25,7 +25,7 @@ from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, newe
 from allranks.checkpointing.restore import restore
 from allranks.checkpointing.retention import prune
 from allranks.checkpointing.save import write_own
-from allranks.errors import CheckpointError
+from allranks.errors import CheckpointError, RunError
 from allranks.failure import read_failures
 from allranks.recorded import run_recorded
 from tests.checkpointing.worlds import begin, blank, header, parts, save_alone, save_together, whole_tensors
@@ -224,6 +224,16 @@ def test_an_error_of_the_device_is_noted_before_the_other_ranks_hear_of_it(tmp_p
 
     assert run_recorded(work, (), rank=0, folder=tmp_path) == 0
     assert [failure.message for failure in noted] == [f"RuntimeError: {said}"] * said.startswith("CUDA")
+
+
+@pytest.mark.distributed
+def test_what_has_to_stand_before_it_counts_and_does_not_is_told_on_every_rank(pool: Pools, tmp_path: Path) -> None:
+    def refuse() -> None:
+        assert dist.get_rank() == 0
+        raise RunError("rank 0: lines are missing")
+
+    found = _outcomes(pool, 2, lambda: save_together(tmp_path, before_commit=refuse))
+    assert len(set(found)) == 1 and "was not saved: rank 0: lines are missing; " in found[0] and names(tmp_path) == []
 
 
 @pytest.mark.distributed

@@ -10,6 +10,7 @@ from typing import Any, Never
 import pytest
 
 from allranks.errors import RunError
+from allranks.observing import journal as journal_module
 from allranks.observing.journal import Journal, take_over
 
 
@@ -126,6 +127,82 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         journal.write("step")
     monkeypatch.undo()
     journal.close()
+
+
+class Disk:
+    """Has room for so many bytes more; None: for all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room: int | None = None
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, descriptor: int, content: bytes) -> int:
+        if self.room is None:
+            return self._write(descriptor, content)
+        written = self._write(descriptor, content[: self.room]) if self.room else 0
+        self.room -= written
+        if not written:
+            raise OSError(28, "No space left on device")
+        return written
+
+
+@pytest.mark.parametrize("room", [0, 1, 30, 39, 40, 41, 60, 79, 80])
+def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    disk, warned = Disk(monkeypatch), list[str]()
+    journal = Journal(tmp_path / "j.jsonl", rank=3, warn=warned.append)
+    disk.room = room  # each of the lines has 40 bytes
+    journal.append([{"t": 1.5, "event": "step", "step": number} for number in (11, 12)])
+    journal.write("step", step=13, t=1.5)
+    with pytest.raises(RunError, match=r"^lines of .*j\.jsonl cannot be written: No space left on device; "):
+        journal.flush()
+    (line,) = warned
+    assert line.startswith("rank 3: ") and "held back" in line and "j.jsonl cannot be written: No space left" in line
+    disk.room = None
+    other = Journal(journal.path)  # the supervisor's
+    other.write("verdict", kind="slow_rank")
+    other.close()
+    journal.write("step", step=14, t=1.5)
+    journal.flush()
+    journal.close()
+    found = [json.loads(one) for one in journal.path.read_text().splitlines() if one.endswith("}")]
+    assert [one["step"] for one in found if one["event"] == "step"] == [11, 12, 13, 14]
+    assert [one["kind"] for one in found if one["event"] == "verdict"] == ["slow_rank", "journal"]
+    assert found[-1]["what"].endswith("its lines were held back, and none is lost") and len(warned) == 1
+
+
+def test_what_is_held_back_is_bounded_and_what_is_lost_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "HELD_BYTES", 200)
+    disk, warned = Disk(monkeypatch), list[str]()
+    journal = Journal(tmp_path / "j.jsonl", warn=warned.append)
+    disk.room = 5
+    for number in range(10, 20):
+        journal.write("step", step=number, t=1.5)
+    disk.room = None
+    journal.flush()
+    *steps, told = [json.loads(one) for one in journal.path.read_text().splitlines()[1:]]
+    assert [one["step"] for one in steps] == [10, 17, 18, 19]
+    assert "6 of them are lost" in told["what"] and len(warned) == 2 and "6 of them are lost" in warned[1]
+    disk.room = 0
+    journal.write("end", t=1.5)
+    journal.write("end", t=1.5)
+    journal.close()
+    assert warned[2:] == [f"the last 2 lines of {journal.path} are lost: No space left on device"]
+
+
+def test_a_torn_line_is_left_alone_on_a_full_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "j.jsonl"
+    path.write_text('{"t": 2.0, "ev')
+    disk = Disk(monkeypatch)
+    disk.room = 0
+    journal = Journal(path, warn=lambda line: None)
+    journal.write("start", t=1.0)
+    disk.room = None
+    journal.flush()
+    journal.close()
+    assert path.read_text().splitlines()[:2] == ['{"t": 2.0, "ev', '{"t": 1.0, "event": "start"}']
 
 
 def test_a_place_that_refuses_is_one_line(tmp_path: Path) -> None:

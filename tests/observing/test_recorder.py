@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -201,6 +202,35 @@ def test_an_error_of_the_thread_reaches_the_loop(journal: Journal) -> None:
         while time.monotonic() < deadline:
             recorder.write("decision")
             time.sleep(0.005)
+
+
+def test_a_journal_that_cannot_be_written_is_told_by_flush_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned = list[str]()
+    patient = Journal(tmp_path / "patient.jsonl", warn=warned.append)
+    recorder = Recorder(patient)
+    refuse, write = threading.Event(), os.write
+
+    def refusing(descriptor: int, content: bytes) -> int:
+        if refuse.is_set():
+            raise OSError(28, "No space left on device")
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", refusing)
+    refuse.set()
+    recorder.record(step(1))
+    with pytest.raises(RunError, match="No space left on device"):
+        recorder.flush()
+    recorder.record(step(2))
+    refuse.clear()
+    recorder.flush()
+    assert [line["event"] for line in lines(patient)] == ["step", "step", "verdict"]
+    refuse.set()
+    recorder.record(step(3))
+    recorder.close()
+    patient.close()
+    assert len(warned) == 2 and "the last 1 lines" in warned[1]
 
 
 def test_an_unwritable_board_is_not_silent(journal: Journal, tmp_path: Path) -> None:

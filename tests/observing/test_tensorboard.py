@@ -86,7 +86,7 @@ class Full(io.BytesIO):
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
     writer: Any = ScalarWriter(tmp_path)
     kept, writer._file = writer._file, Full()
-    with pytest.raises(RunError, match=r"tfevents.* cannot be written: No space left on device; make room there and"):
+    with pytest.raises(RunError, match=r"tfevents.* cannot be written: No space left on device; make room there, or"):
         writer.flush()
     kept.close()
     (tmp_path / "file").touch()

@@ -124,6 +124,52 @@ def test_what_a_resume_will_not_do_again_stands_in_the_journal(tmp_path: Path, m
 
 
 NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
+WAYS = pytest.mark.parametrize("way", ["checkpoint.asynchronous=false", BESIDE])
+
+
+@WAYS
+def test_while_the_journal_takes_no_lines_saves_fail_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    run, full = tmp_path / "run", threading.Event()
+    write = os.write
+
+    def fill_or_empty(directory: Path, num_bytes: int) -> None:
+        step = int(directory.name.partition(".")[0].removeprefix("step-"))
+        full.set() if step == 4 else full.clear()
+
+    def refuse(descriptor: int, content: bytes) -> int:
+        if full.is_set() and os.readlink(f"/proc/self/fd/{descriptor}").endswith("rank-00000.jsonl"):
+            raise NO_ROOM
+        return write(descriptor, content)
+
+    monkeypatch.setattr(portion, "_check_room", fill_or_empty)
+    monkeypatch.setattr(os, "write", refuse)
+    assert start("Curve", run, "train.steps=8", "checkpoint.every=2", way) == 0
+    assert list(losses(run)) == list(range(1, 9)) and saved(run) == [6, 8]
+    assert [event["step"] for event in events(run, "checkpoint")] == [2, 6, 8]
+    save, journal = events(run, "verdict")
+    assert all(words in save["what"] for words in ("step-00000004 was not saved: ", ": lines of ", "No space left"))
+    assert journal["kind"] == "journal" and journal["what"].endswith("and none is lost")
+
+
+def test_a_journal_that_takes_no_lines_to_the_end_ends_the_run_by_its_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, write = tmp_path / "run", os.write
+
+    def refuse(descriptor: int, content: bytes) -> int:
+        if (run / "checkpoints" / "step-00000002").exists() and os.readlink(f"/proc/self/fd/{descriptor}")[-1] == "l":
+            raise NO_ROOM
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(CheckpointError, match=r"step-00000008 was not saved: .*this is failed save 3 in a row"):
+        start("Curve", run, "train.steps=40", "checkpoint.every=2")
+    told = "".join(capfd.readouterr())
+    assert (
+        saved(run) == [2] and told.count("its lines are held back") == 1 and "lines of" in told and "are lost" in told
+    )
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
@@ -134,9 +180,6 @@ def refused(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
             raise NO_ROOM
 
     slowed(monkeypatch, refuse)
-
-
-WAYS = pytest.mark.parametrize("way", ["checkpoint.asynchronous=false", BESIDE])
 
 
 @WAYS

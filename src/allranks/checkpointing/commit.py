@@ -21,7 +21,7 @@ from allranks.checkpointing.manifest import FileRecord, Manifest, TensorRecord, 
 from allranks.checkpointing.reading import COMMITTED_FILE
 from allranks.digest import digest_hex
 from allranks.durable import sync, write_synced
-from allranks.errors import CheckpointError
+from allranks.errors import AllranksError, CheckpointError
 from allranks.parameter_map import Box
 from allranks.units import format_bytes
 
@@ -137,7 +137,7 @@ def check_attempt(target: Path, run: str, attempt: int) -> None:
 def explain(error: Exception, path: Path, num_bytes: int = 0) -> str:
     """An error in a line: path and the system's words, and for a full disk what is needed, free and used up."""
     if not isinstance(error, OSError):
-        return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return str(error) if isinstance(error, AllranksError) else f"{type(error).__name__}: {error}"
     text = f"{error.filename or path}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         disk = os.statvfs(next(place for place in (path, *path.parents) if place.exists()))

@@ -13,7 +13,7 @@ replicas. `joining.py` brings what is left of it to the disk.
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +89,7 @@ def save_on_hosts(
     token: str,
     device: torch.device,
     tells: bool,
+    before_commit: Callable[[], None],
     hosts: Hosts,
 ) -> Checkpoint:
     """Write `directory`/step-N on every host, and let the ones before go; arguments as of `save`, collective.
@@ -109,6 +110,7 @@ def save_on_hosts(
             if len(shares) != world_size:
                 raise CheckpointError(f"{len(shares)} ranks save, {world_size} should")
             check_errors(shares)
+            before_commit()
             manifest = merge(header, shares, portion.state, torch.__version__, str(place.target))
             answer = b"written" + render_manifest(manifest).encode()
         except Exception as error:

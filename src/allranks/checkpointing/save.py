@@ -11,7 +11,7 @@ No rank stops between two exchanges: what fails on one is carried to all, so non
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -45,6 +45,7 @@ def save(
     token: str,
     device: torch.device | None = None,
     tells: bool | None = None,
+    before_commit: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
     """Write and commit `directory`/step-N; return on every rank after the commit.
 
@@ -63,6 +64,7 @@ def save(
         device: where the group's backend wants its tensors; the CPU by default.
         tells: whether this rank says what it holds, whoever writes it; one rank for each part of the model. By default
             the first one, which holds something of everything.
+        before_commit: called on the first rank; what it raises keeps the checkpoint from being one.
 
     Raises:
         CheckpointError: on every rank, naming rank, path and reason; what was there before is untouched.
@@ -79,6 +81,7 @@ def save(
         try:
             if len(shares) != world_size:
                 raise CheckpointError(f"{len(shares)} ranks save, {world_size} should")
+            before_commit()
             manifest = commit(place.temporary, place.target, header, shares, portion.state, torch.__version__)
             answer = b"saved" + render_manifest(manifest).encode()
         except Exception as error:

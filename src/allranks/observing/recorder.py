@@ -4,6 +4,8 @@ The thread looks every 80 ms instead of being woken: waking it costs the loop mo
 steps several are then written in one go. On the CPU the loop itself writes what is at hand, because two threads that
 contend for the interpreter lock cost it more; the thread then writes what a loop that is busy with a step has left.
 A line stands in the journal at most 0.1 s after its reduction.
+
+What a disk refuses for a while is held back, for TensorBoard as in the journal, whose `warn` is told.
 """
 
 import threading
@@ -11,17 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
+from allranks.observing.board import Board
 from allranks.observing.journal import Journal
-
-if TYPE_CHECKING:
-    from allranks.observing.tensorboard import ScalarWriter
 
 LOOK_SECONDS = 0.08
 INLINE_SECONDS = 0.04
 SLOW_SECONDS = 1.0
-"""How often TensorBoard's file is flushed and the memory looked at."""
+"""How often the memory is looked at."""
 
 MAY_WAIT = 2
 """The newest records, whose reductions may be on their way: on CUDA the loop runs one step ahead of what it reads."""
@@ -65,7 +65,7 @@ class _Event(NamedTuple):
 class Recorder:
     """Writes steps and events, in the order in which they are handed over, to the journal and for TensorBoard.
 
-    An error of the writing (a full disk, a reduction that failed) is raised by the next call of any method.
+    An error of the writing (a reduction that failed) is raised by the next call of any method.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Recorder:
             inline: whether the loop's thread writes all but the newest steps; their `ready` must not block.
         """
         self._journal = journal
-        self._board = _Board(tensorboard, purge_from) if tensorboard else None
+        self._board = Board(tensorboard, purge_from, journal.warn) if tensorboard else None
         self._memory = memory
         self._inline = inline
         self._last_look = 0.0
@@ -114,24 +114,32 @@ class Recorder:
         self._pending.append((time.time(), _Event(event, fields)))
 
     def flush(self) -> None:
-        """Wait until all that was handed over stands in the journal and in TensorBoard's file."""
+        """Wait until all that was handed over stands in the journal, and in TensorBoard's file if that can be written.
+
+        Raises:
+            RunError: the journal cannot be written; its lines stay held back.
+        """
+        self._bring()
+        self._journal.flush()
+
+    def close(self) -> None:
+        """Stop the thread, hand the journal what is left and close TensorBoard's file; closing twice is allowed."""
+        self._closing.set()
+        self._thread.join()
+        try:
+            self._bring()
+        finally:
+            if self._board is not None:
+                self._board.close()
+                self._board = None
+
+    def _bring(self) -> None:
         self._drain()
         if self._board is not None and self._error is None:
             with self._writing:
                 self._board.flush()
         if self._error is not None:
             raise self._error
-
-    def close(self) -> None:
-        """Flush, stop the thread and close TensorBoard's file; closing twice is allowed."""
-        self._closing.set()
-        self._thread.join()
-        try:
-            self.flush()
-        finally:
-            if self._board is not None:
-                self._board.close()
-                self._board = None
 
     def _run(self) -> None:
         while self._error is None and not self._closing.wait(self._rest()):
@@ -206,59 +214,6 @@ class Recorder:
         if self._board is not None and isinstance(metrics, Mapping) and isinstance(step, int):
             self._board.add(step, at, {f"validation/{name}": value for name, value in metrics.items()})
         return {"t": at, "event": record.event, **record.fields}
-
-
-@final
-class _Board:
-    """TensorBoard's side. Importing its library takes 0.1 s, so that is done beside the first steps."""
-
-    def __init__(self, directory: Path, purge_from: int | None) -> None:
-        self._points: list[tuple[int, float, dict[str, float]]] = []
-        self._writer: ScalarWriter | None = None
-        self._error: BaseException | None = None
-        self._opening = threading.Thread(target=self._open, args=(directory, purge_from), daemon=True)
-        self._next_write = 0.0
-
-    def add(self, step: int, at: float, points: dict[str, float]) -> None:
-        """Keep the points of one step until `write_down`."""
-        self._points.append((step, at, points))
-
-    def write_down(self) -> None:
-        """Write what was added, once the library is there."""
-        if self._error is not None:
-            raise self._error
-        if self._writer is None:
-            if self._points and self._opening.ident is None:
-                self._opening.start()
-            return
-        now = time.monotonic()
-        if now < self._next_write:
-            return
-        self._next_write = now + SLOW_SECONDS
-        for step, at, points in self._points:
-            self._writer.write(step, at, points)
-        self._points.clear()
-        self._writer.flush()
-
-    def flush(self) -> None:
-        """Wait for the library, if there is anything to write, and bring everything to the file."""
-        if self._opening.ident is not None:
-            self._opening.join()
-        self._next_write = 0.0
-        self.write_down()
-
-    def close(self) -> None:
-        """Close the file, if one was opened."""
-        if self._writer is not None:
-            self._writer.close()
-
-    def _open(self, directory: Path, purge_from: int | None) -> None:
-        try:
-            from allranks.observing.tensorboard import ScalarWriter
-
-            self._writer = ScalarWriter(directory, purge_from=purge_from)
-        except BaseException as error:  # raised by the next write_down, on the thread that asks
-            self._error = error
 
 
 def _step_points(record: StepRecord, fields: Mapping[str, Value]) -> dict[str, float]:

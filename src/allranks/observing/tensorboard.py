@@ -83,7 +83,7 @@ class ScalarWriter:
             yield
         except OSError as error:
             raise RunError(
-                f"{self.path} cannot be written: {error.strerror or error}; make room there and resume the run, or set "
+                f"{self.path} cannot be written: {error.strerror or error}; make room there, or set "
                 "track.tensorboard=false"
             ) from error
 

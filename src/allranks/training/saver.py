@@ -139,8 +139,8 @@ class Saver:
         because = "a copy in the host's memory takes nothing from a model on CUDA; checkpoint.asynchronous=false waits"
         return (*self.clock.decisions, Decision("checkpoints are written beside the steps", because))
 
-    def save(self, step: int) -> Path:
-        """Write a checkpoint after `step` steps, prove the first one, keep the newest few; collective."""
+    def save(self, step: int, before_commit: Callable[[], None] = lambda: None) -> Path:
+        """Write one after `step` steps, prove the first, keep the newest few; arguments as of `save`, collective."""
         contents, processes = self._contents, self._processes
         self._make_room(step)
         write = save if self._hosts is None else partial(save_on_hosts, hosts=self._hosts)
@@ -156,6 +156,7 @@ class Saver:
             token=self._token,
             device=processes.device,
             tells=processes.mesh.first_of_stage,
+            before_commit=before_commit,
         )
         if self._hosts is None:
             self._prove(checkpoint)

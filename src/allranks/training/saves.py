@@ -128,8 +128,7 @@ class Saves:
         started = time.perf_counter()
         self._check(step)
         self._heart.enter("checkpoint")
-        self.flush()
-        path = saver.save(step)
+        path = saver.save(step, self.flush)
         self._record(saver, path, step, self._position(), started)
         self._stopwatch.mark("checkpoint")
 

@@ -36,7 +36,7 @@ from allranks.training.peer_copies import hosts_of
 from allranks.training.prepare import Prepared, prepare, resolve_layout
 from allranks.training.rollbacks import add_range, told_at_start
 from allranks.training.same_data import compare_data, tell_data
-from allranks.training.saver import Saver
+from allranks.training.saver import Saver, print_warning
 from allranks.training.screen import Screen
 from allranks.training.shortage import explain_shortage, is_shortage
 from allranks.training.snapshot import Contents, kept_schedule
@@ -128,10 +128,11 @@ class _Training:
         self._memory = assignment.memory
         self._hosts = hosts_of(processes) if assignment.peers else None
         self._first = processes.rank == 0
-        self._journal = Journal(run.journal(processes.rank), processes.rank)
+        self._screen = Screen(json=assignment.request.json) if self._first else None
+        warn = print_warning if self._screen is None else self._screen.warn
+        self._journal = Journal(run.journal(processes.rank), processes.rank, warn)
         url = prepared.config.checkpoint.mirror
         self._mirror = None if url is None else Mirror(url, run.id, prepared.config.guard.elsewhere_seconds)
-        self._screen = Screen(json=assignment.request.json) if self._first else None
 
     def go(self, log_bytes: int) -> int:
         """Train to the end; the exit code. `log_bytes`: what this rank's log has of earlier attempts."""
@@ -170,6 +171,7 @@ class _Training:
                 raise death from error
             raise
         self._tell_end("done" if ending.reason == "done" else "stopped", None)
+        self._journal.flush()
         return ending
 
     def _tell_of(self, brought: str, wrong: Sequence[str], remedy: str) -> None:

@@ -254,8 +254,8 @@ class OwnLoop:
         mark("other")
         started = time.perf_counter()
         self._tell()
-        logbook.flush()  # what a resume will not do again has to stand in the journal
-        path = self._saver.save(self.done)
+        # What a resume will not do again has to stand in the journal.
+        path = self._saver.save(self.done, logbook.flush)
         mark("checkpoint")
         seconds = round(time.perf_counter() - started, 6)
         logbook.write("checkpoint", step=self.done, samples=self.order.position, path=path.name, seconds=seconds)

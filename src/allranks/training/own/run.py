@@ -22,6 +22,7 @@ from allranks.run import Run
 from allranks.stepping.world import Processes
 from allranks.training.logs import log_of_rank
 from allranks.training.prepare import RUNS, config_digest
+from allranks.training.saver import print_warning
 
 # What the journal's line of a step has anyway.
 WRITTEN = frozenset(
@@ -123,7 +124,7 @@ class Logbook:
         with ExitStack() as stack:
             stack.callback(run.release)
             log_bytes = stack.enter_context(log_of_rank(run.log(processes.rank), rank=processes.rank))
-            self._journal = Journal(run.journal(processes.rank), processes.rank)
+            self._journal = Journal(run.journal(processes.rank), processes.rank, print_warning)
             stack.callback(self._journal.close)
             self._tell_start(total_steps, log_bytes)
             self._stack = stack.pop_all()
@@ -170,6 +171,8 @@ class Logbook:
                 text = None if error is None else f"{type(error).__name__}: {error}"
                 memory = peak_memory_bytes(*self._processes.devices)
                 self._journal.write("end", reason=reason, seconds=seconds, memory_bytes=memory, error=text)
+                if error is None:
+                    self._journal.flush()
 
     def _tell_start(self, total_steps: int | None, log_bytes: int) -> None:
         processes, run = self._processes, self.run
