@@ -1,6 +1,7 @@
 """The loop, and what happens at its boundaries: whole runs, in one process where one is enough."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,9 +143,12 @@ def test_every_step_stands_in_the_journal_before_it_is_saved(tmp_path: Path, mon
     run, seen = tmp_path / "run", list[int]()
     real = Saver.save
 
-    def save(saver: Saver, step: int) -> Path:
-        seen.append(Run.open(run).last_step)
-        return real(saver, step)
+    def save(saver: Saver, step: int, before_commit: Callable[[], None]) -> Path:
+        def look() -> None:
+            before_commit()
+            seen.append(Run.open(run).last_step)
+
+        return real(saver, step, look)
 
     monkeypatch.setattr(Saver, "save", save)
     assert start("Curve", run, "train.steps=4", "checkpoint.every=1") == 0

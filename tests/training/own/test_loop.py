@@ -4,7 +4,7 @@ import io
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -377,9 +377,12 @@ def test_a_step_stands_in_the_journal_before_it_is_saved(pool: Pools, tmp_path: 
             saver: Any = world._loop and world._loop._saver
             save = saver.save
 
-            def look_and_save(step: int) -> Path:
-                found.append((step, Run.open(tmp_path / "run").last_step))
-                return Path(save(step))
+            def look_and_save(step: int, before_commit: Callable[[], None]) -> Path:
+                def look() -> None:
+                    before_commit()
+                    found.append((step, Run.open(tmp_path / "run").last_step))
+
+                return Path(save(step, look))
 
             saver.save = look_and_save
             for batch in stream:
