@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from allranks.stepping.feeding import SEEDED
-from allranks.verifying.data_causes import WHOLE, judge_fed, judge_samples
+from allranks.verifying.data_causes import UNPADDED, WHOLE, judge_fed, judge_samples
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge
 from allranks.verifying.recording import OneDevice, Part, RunRecord, StepRecord
@@ -23,6 +23,25 @@ def test_samples_fed_twice_along_one_axis_of_two(rows: Sequence[list[int]], axis
     ranks = [RunRecord(steps=[StepRecord(rows=some)]) for some in rows]
     (finding,) = judge_samples(replace(evidence(), ranks=ranks, world=COPIES), 0)
     assert (finding.verdict.kind, finding.axis) == ("S4", axis)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind"),
+    [
+        (([4, 6], [5, 0]), "S2"),  # as DistributedSampler repeats the first of its order
+        (([4, 6], [5, 6]), "S4"),
+        (([4, 6], [5, 9]), "S24"),  # a sample of a later step
+        (([4, 6, 0], [5, 1, 2]), "S24"),  # more than fills up the ranks
+        (([4], [5, 0]), "S24"),  # one is missing
+    ],
+)
+def test_samples_that_fill_up_the_ranks_come_twice(rows: Sequence[list[int]], kind: str) -> None:
+    alone = RunRecord(steps=[StepRecord(rows=some) for some in ([0, 1, 2, 3], [4, 5, 6], [9])])
+    first = ([0, 2], [1, 3])
+    ranks = [RunRecord(steps=[StepRecord(rows=a), StepRecord(rows=b)]) for a, b in zip(first, rows, strict=True)]
+    (finding,) = judge_samples(Evidence(OneDevice(alone), ranks, WorldView((0, 1), {"dp": 2})), 1)
+    assert finding.verdict.kind == kind, finding.verdict
+    assert (finding.verdict.next == UNPADDED) == (kind == "S2")
 
 
 def test_parts_of_a_packed_batch_are_other_batches_of_which_nothing_is_said() -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from allranks.verifying import observation as look
 
@@ -17,8 +18,31 @@ def test_wrappers_leave_the_names() -> None:
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert list(look.logical_parameters(Wrapped())) == names
     assert list(look.logical_parameters({"net": Wrapped()})) == [f"net.{name}" for name in names]
-    assert look.logical_name("module._orig_mod.layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
+    wrapped = Wrapped()
+    wrapped.module[0] = checkpoint_wrapper(wrapped.module[0])
+    assert list(look.logical_parameters(nn.ModuleDict({"_orig_mod": wrapped}))) == names
+    assert look.logical_name(wrapped, "module.0._checkpoint_wrapped_module") == "0"
     assert "1.running_mean" in look.logical_buffers(Wrapped())
+
+
+class Nested(nn.Module):
+    """Its children are called as what wrappers hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.module = nn.Linear(2, 2)
+        self.inner = nn.ModuleDict({"module": nn.Linear(2, 2), "bias": nn.Linear(2, 2)})
+
+
+def test_a_child_that_is_called_module_keeps_its_name() -> None:
+    """Its weight and the model's own were one name, of which the second was never looked at."""
+    model, names = Nested(), [name for name, _ in Nested().named_parameters()]
+    assert "module.weight" in names and list(look.logical_parameters(model)) == names
+    assert list(look.logical_parameters(nn.DataParallel(model))) == names
+    wrapped = Wrapped()
+    wrapped.module.append(model)
+    assert list(look.logical_parameters(wrapped))[4:] == [f"2.{name}" for name in names]
 
 
 def test_tied_parameters_are_there_under_both_names() -> None:

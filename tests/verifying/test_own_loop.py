@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from allranks.errors import TaskError
 from allranks.verifying.observer import Observer
 from allranks.verifying.own_loop import OwnLoop, Setting, number
 from allranks.verifying.program import Program, cast_floats, shuffled
@@ -118,6 +119,19 @@ def test_evaluation_and_what_is_kept() -> None:
     record = run(program)
     assert record.evaluation == {"rows": 5.0} and len(record.evaluated) == 5
     assert float(record.steps[0].kept["number"].value) == 3.0
+
+
+def test_a_process_that_leaves_what_is_reported_to_the_others_is_no_error() -> None:
+    record = run(Program(build, step, DATA, evaluate=lambda *_: None, state=lambda *_: None))  # type: ignore[arg-type]
+    assert record.error == "" and record.evaluation == {} and record.steps[0].kept == {}
+
+
+def test_functions_that_return_something_else_end_it() -> None:
+    """With one line, and not as what the program did."""
+    with pytest.raises(TaskError, match="evaluate returns a float"):
+        run(Program(build, step, DATA, evaluate=lambda *_: 0.5))  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match="build returns a Linear"):
+        run(Program(lambda distributed: nn.Linear(1, 1), step, DATA))  # type: ignore[arg-type]
 
 
 def test_an_error_is_part_of_the_record() -> None:

@@ -122,15 +122,16 @@ def test_ranks_that_do_not_drop_as_one_device_does(wrong: Any, said: str) -> Non
         (4, 2, 2, 0, True, ("no resume was tried: the data ends where it is saved, before step 2",)),
         (4, 3, 2, 1, True, ("no second save was resumed: the data ends where it is made, before step 3",)),
         (2, 2, 1, 1, False, ("no evaluation was tried: the program has no evaluate",)),
+        (2, 2, 1, 1, None, ("no evaluation was compared: evaluate returns nothing",)),
     ],
 )
 def test_what_was_not_tried_is_told(
-    num_steps: int, steps: int, saved: int, resumed: int, evaluated: bool, told: tuple[str, ...]
+    num_steps: int, steps: int, saved: int, resumed: int, evaluated: bool | None, told: tuple[str, ...]
 ) -> None:
     run = one_device()
     run.steps, run.saved_before = [deepcopy(run.steps[0]) for _ in range(steps)], saved
     run.resumed = RunRecord(first=saved, steps=run.steps[:resumed]) if resumed else None
-    run.evaluation = run.evaluation if evaluated else None
+    run.evaluation = run.evaluation if evaluated else {} if evaluated is None else None
     assert not_tried([run], num_steps) == told
 
 

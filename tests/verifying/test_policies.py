@@ -43,7 +43,7 @@ def types_of(reduce: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         for part in (model[0], model):
             fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
                         mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce, torch.float16))  # fmt: skip
-        return model, None
+        return model, torch.optim.SGD(model.parameters())
 
     model, _ = without_policies(Program(build, lambda model, optimizer, batches: None, [])).build(True)
     seen: list[torch.dtype] = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from allranks.errors import DataError, TaskError
-from allranks.verifying.program import Program, cut, in_order, merge, order_of, program_of, shuffled
+from allranks.verifying.program import Program, cut, in_order, merge, order_of, program_of, reported, shuffled
 
 
 def program(data: Any, **more: Any) -> Program:
@@ -42,6 +42,12 @@ def test_micro_batches_become_one_batch_where_they_fit() -> None:
     assert whole is not None and torch.equal(whole[0], batch[0]) and torch.equal(whole[1], batch[1])
     assert merge([(torch.ones(2, 3),), (torch.ones(2, 4),)]) is None
     assert merge([{"a": torch.ones(2)}, (torch.ones(2),)]) is None
+
+
+def test_a_process_may_report_nothing() -> None:
+    assert reported(None, "evaluate") == {} and reported({1: 2.0}, "evaluate") == {"1": 2.0}
+    with pytest.raises(TaskError, match=r"state returns a float: return \{name: value\}, or None on a rank"):
+        reported(0.5, "state")
 
 
 def test_evaluation_is_cut_too() -> None:

@@ -1,13 +1,17 @@
 """Optimizers of what a program builds, their numbers and their tensors."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from allranks.errors import TaskError
 from allranks.verifying.recording import RunRecord, StepRecord
 from allranks.verifying.update_state import (
     align_settings,
+    built,
     is_number,
     names_of,
     optimizers_of,
@@ -22,6 +26,30 @@ def test_optimizers_are_found_in_what_build_returns() -> None:
     one = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     assert optimizers_of(one) == optimizers_of({"a": one}) == optimizers_of([one]) == [one]
     assert is_number(1) and is_number(torch.ones(1, 1)) and not is_number(torch.ones(2)) and not is_number("1")
+
+
+def test_schedulers_beside_optimizers_are_left_to_the_program() -> None:
+    one = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(one)
+    for some in ([one, scheduler], {"a": one, "b": scheduler}):
+        made = nn.Linear(1, 1), some
+        assert built(made) == made and optimizers_of(some) == [one]
+        assert list(states_of(some, {})) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (nn.Linear(1, 1), "build returns a Linear: return (model, optimizer); several of either in a dict or a list"),
+        ((1, 2, 3), "build returns 3 values: return (model, optimizer); several of either in a dict or a list"),
+        ((nn.Linear(1, 1), [nn.Linear(1, 1)]), "build returns a Linear as optimizer: return a torch.optim.Optimizer, "),
+        ((nn.Linear(1, 1), {}), "build returns no optimizer: "),
+    ],
+)
+def test_what_build_returns_in_place_of_a_model_and_its_optimizer_is_said(made: Any, said: str) -> None:
+    with pytest.raises(TaskError) as raised:
+        built(made)
+    assert str(raised.value).startswith(said) and "\n" not in str(raised.value)
 
 
 def test_settings_are_numbers_and_those_of_pairs() -> None:

@@ -67,8 +67,8 @@ class Choosing(TorchDispatchMode):
         for which, module in modules.items():
             prefix = f"{which}." if which else ""
             for name, member in module.named_modules():
-                # With a dot behind it, so that what a wrapper holds has the name of the wrapper.
-                self._names[id(member)] = prefix + logical_name(f"{name}.").removesuffix(".")
+                # What a wrapper holds has the name of the wrapper.
+                self._names[id(member)] = prefix + logical_name(module, name)
         entering = register_module_forward_pre_hook(self._enter)
         leaving = register_module_forward_hook(self._leave, always_call=True)
         try:

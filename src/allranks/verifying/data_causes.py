@@ -11,6 +11,7 @@ from allranks.verifying.gradient_causes import common_factor
 from allranks.verifying.low_precision import judge_low_precision
 from allranks.verifying.recording import RunRecord, StepRecord
 
+UNPADDED = "let no sample come twice: allranks.data.Sampler in its place, or drop_last=True, on one device too"
 WHOLE = "let dataset() hold all samples on every rank, whatever its rank is: allranks gives each rank its part"
 
 
@@ -25,6 +26,10 @@ def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
     if due == fed:
         return []
     axis, counts = evidence.world.data_axis, f"one device has {len(one.rows)} samples, the ranks {fed.total()}"
+    if not due - fed and not _repeated(ranks) and _is_filled_up(evidence, step, fed - due):
+        said = f"{(fed - due).total()} of them had been fed before: so a sampler fills up what the ranks do not divide"
+        return [found("S2", f"step {step}: the ranks are fed some samples twice", counts, said, axis=axis, step=step,
+                      next=UNPADDED)]  # fmt: skip
     if fed.total() != due.total() and set(fed) <= set(_everything(evidence.one.run)) and not _repeated(ranks):
         factor = fed.total() / max(1, due.total())
         axis = evidence.world.by_factor(factor, axis)
@@ -54,6 +59,15 @@ def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
               f"{lost.total()} of one device's are missing, {extra.total()} are too many",
               axis=axis, step=step, next=mend.get(kind, ""))
     ]  # fmt: skip
+
+
+def _is_filled_up(evidence: Evidence, step: int, extra: "Counter[int]") -> bool:
+    """Whether what the ranks are fed too much is less than one sample for each, all of which they have had before: so
+    DistributedSampler makes their shares equally long.
+    """
+    before = {row for run in evidence.ranks for record in run.steps[:step] for row in record.rows}
+    now = set(evidence.one.run.steps[step].rows)
+    return 0 < extra.total() < evidence.world.data_ranks and set(extra) <= before | now
 
 
 def judge_fed(evidence: Evidence, step: int) -> list[Finding]:

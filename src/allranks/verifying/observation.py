@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from allranks.parameter_map import Box
@@ -20,14 +21,33 @@ from allranks.verifying.recording import Part, Parts
 SIGNED = {torch.bool: torch.int8, torch.uint8: torch.int16} | dict.fromkeys(
     (torch.uint16, torch.uint32, torch.uint64), torch.int64
 )
-WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
-def logical_name(name: str) -> str:
-    """The name of a parameter without what DDP, FSDP, compile and checkpoint put into it."""
-    for wrapper in WRAPPERS:
-        name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
-    return name
+def logical_name(root: nn.Module, name: str) -> str:
+    """The name of a tensor or module inside of `root` without what DDP, FSDP, compile and checkpoint put into it.
+
+    A model's own child may be called `module`, too: what lies in it keeps that name.
+    """
+    owner: Any = root
+    kept = list[str]()
+    for part in name.split("."):
+        if part not in WRAPPERS and not (part == "module" and _wraps(owner)):
+            kept.append(part)
+        owner = getattr(owner, part, None)
+    return ".".join(kept)
+
+
+def _wraps(owner: Any) -> bool:
+    """Whether it holds its `module` as a wrapper does: DDP, or one by hand, which has nothing but that.
+
+    Then no name below it can be one of its own, so that none are merged where the word is left out.
+    """
+    if isinstance(owner, DistributedDataParallel | nn.DataParallel):
+        return True
+    if not isinstance(owner, nn.Module) or [name for name, _ in owner.named_children()] != ["module"]:
+        return False
+    return not [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
 
 
 def logical_parameters(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
@@ -54,7 +74,7 @@ def _walk(model: Any, items: Callable[[nn.Module], Any]) -> Iterator[tuple[str, 
         prefix = f"{which}." if which else ""
         seen = set()
         for name, tensor in items(module):
-            logical = prefix + logical_name(name)
+            logical = prefix + logical_name(module, name)
             if logical not in seen:
                 seen.add(logical)
                 yield logical, tensor

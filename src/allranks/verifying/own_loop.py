@@ -13,14 +13,16 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from allranks.errors import TaskError
 from allranks.users_code import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.given import gathered_over, noting_given
 from allranks.verifying.loaded import await_loaded, note_loaded
 from allranks.verifying.observer import Observer
-from allranks.verifying.program import Program, cast_floats, in_order, order_of, shuffled
+from allranks.verifying.program import Program, cast_floats, in_order, order_of, reported, shuffled
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord, saves_of
 from allranks.verifying.update_state import (
+    built,
     is_number,
     names_of,
     optimizers_of,
@@ -100,10 +102,12 @@ class OwnLoop:
     _wrappers: WrapperWatch = field(default_factory=lambda: WrapperWatch({}))
 
     def run(self) -> RunRecord:
-        """Build, step, evaluate, and once more from each of its saves."""
+        """Build, step, evaluate, and once more from each of its saves. Raises TaskError: its functions are no such."""
         try:
             with default_dtype(self.setting.dtype), scalers_told(self._scalers):
                 self._run()
+        except TaskError:
+            raise
         except Exception as error:  # the user's program may raise anything: it is part of what it did
             self.record.error = user_line(error)
         return self.record
@@ -140,7 +144,7 @@ class OwnLoop:
         for hook in self._hooks:
             hook.remove()
         self._wrappers.remove()
-        self._model, self._optimizer = self.program.build(self.distributed)
+        self._model, self._optimizer = built(self.program.build(self.distributed))
         self._wrappers = WrapperWatch(look.modules_of(self._model))
         if self.setting.shake is not None:
             look.shake(look.logical_parameters(self._model), self.setting.shake, self.setting.lowered)
@@ -231,10 +235,9 @@ class OwnLoop:
     def _before_update(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         self._step.updates += 1
         parameters = look.logical_parameters(self._model)
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        everything = {id(p) for p in parameters.values()}
         alone = len(optimizers_of(self._optimizer)) == 1
-        self._step.gradients |= self._gradients(everything if alone else held)
+        held = parameters.values() if alone else (p for group in optimizer.param_groups for p in group["params"])
+        self._step.gradients |= self._gradients({id(parameter) for parameter in held})
         for group in optimizer.param_groups:
             self._step.settings.append(settings_of(group))
             self._step.groups.append(names_of(group, parameters))
@@ -254,8 +257,8 @@ class OwnLoop:
         self._step.buffers = look.parts_of(look.logical_buffers(self._model))
         self._step.state = states_of(self._optimizer, parameters) | scaler_states(self._scalers)
         if self.program.state is not None:
-            kept = self.program.state(self._model, self._optimizer)
-            self._step.kept = {str(name): _kept(value) for name, value in kept.items()}
+            kept = reported(self.program.state(self._model, self._optimizer), "state")
+            self._step.kept = {name: _kept(value) for name, value in kept.items()}
 
     def _evaluate(self) -> None:
         program = self.program
@@ -266,7 +269,7 @@ class OwnLoop:
         self.record.evaluated = [row for batch in batches for row in look.rows_of(batch)]
         self.record.evaluated_packed = not all(map(look.has_rows, batches))
         found = program.evaluate(self._model, [cast_floats(batch, self.setting.dtype) for batch in batches])
-        values = {str(name): number(value) for name, value in dict(found).items()}
+        values = {name: number(value) for name, value in reported(found, "evaluate").items()}
         self.record.evaluation = {name: math.nan if value is None else value for name, value in values.items()}
 
 

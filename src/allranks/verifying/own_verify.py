@@ -223,6 +223,8 @@ def not_tried(ranks: Sequence[RunRecord], num_steps: int) -> tuple[str, ...]:
         told.append(f"no second save was resumed: the data ends where it is made, before step {saves[1]}")
     if all(run.evaluation is None for run in ranks):
         told.append("no evaluation was tried: the program has no evaluate")
+    elif not any(run.evaluation for run in ranks):
+        told.append("no evaluation was compared: evaluate returns nothing")
     return tuple(told)
 
 

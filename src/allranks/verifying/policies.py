@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from allranks.parallel.held_back import parameter_groups
 from allranks.verifying.observation import modules_of
 from allranks.verifying.program import Program
+from allranks.verifying.update_state import built
 
 LOW: Final = (torch.bfloat16, torch.float16)
 
@@ -20,7 +21,7 @@ def without_policies(program: Program) -> Program:
     """The program whose modules under fully_shard compute in the type of their parameters."""
 
     def build(distributed: bool) -> tuple[Any, Any]:
-        model, optimizer = program.build(distributed)
+        model, optimizer = built(program.build(distributed))
         modules = modules_of(model).values()
         for member in (member for module in modules for member in module.modules()):
             if isinstance(member, FSDPModule):

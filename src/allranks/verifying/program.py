@@ -33,7 +33,8 @@ class Program:
             one without a default), that is the number of steps that are done: a resumed run is given what comes after
             them, by the program's own skipping.
         micro_batches: into how many micro-batches a share of a list is cut.
-        evaluate: (model, batches) -> {name: value}, or None; run on every process after the last step.
+        evaluate: (model, batches) -> {name: value}, or None; run on every process after the last step. A process that
+            leaves it to the others returns None.
         validation: what it is measured on: one global batch, or a function (rank, world_size) -> batches.
         save, load: (model, optimizer, folder) -> None, on every process, or None; `load` gets what `build` has made
             anew. Of four steps and more there are two saves into one folder, the second after a load of the first.
@@ -170,6 +171,18 @@ def in_order(rows: Sequence[int], order: torch.Tensor | None) -> list[int]:
 def call(model: torch.nn.Module, arguments: Any) -> Any:
     """The model's output for a tuple or dict of arguments."""
     return model(**arguments) if isinstance(arguments, Mapping) else model(*arguments)
+
+
+def reported(value: Any, word: str) -> dict[str, Any]:
+    """By name, what a program's `evaluate` or `state` returns; nothing of a rank that leaves it to the others.
+
+    Raises TaskError where it is something else.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise TaskError(
+            f"{word} returns a {_kind(value)}: return {{name: value}}, or None on a rank that reports nothing"
+        )
+    return {str(name): held for name, held in (value or {}).items()}
 
 
 def program_of(module: ModuleType, name: str) -> Program:

@@ -9,7 +9,9 @@ from unittest.mock import patch
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from allranks.errors import TaskError
 from allranks.verifying.observation import part_of
 from allranks.verifying.recording import Part, Parts, RunRecord, StepRecord
 
@@ -18,10 +20,30 @@ IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 """Of torch's optimizers: how an update is computed, not which."""
 
 
+def built(made: Any) -> tuple[Any, Any]:
+    """(model, optimizer), as `build` returned them. Raises TaskError where they are something else."""
+    if not isinstance(made, list | tuple) or len(made) != 2:
+        what = f"{len(made)} values" if isinstance(made, list | tuple) else f"a {type(made).__name__}"
+        raise TaskError(f"build returns {what}: return (model, optimizer); several of either in a dict or a list")
+    for one in _each(made[1]):
+        if not isinstance(one, Optimizer | LRScheduler):  # its updates would not be seen
+            raise TaskError(
+                f"build returns a {type(one).__name__} as optimizer: return a torch.optim.Optimizer, or several "
+                "in a dict or a list; torch's learning-rate schedulers may stand beside them"
+            )
+    if not optimizers_of(made[1]):
+        raise TaskError("build returns no optimizer: return (model, optimizer)")
+    return made[0], made[1]
+
+
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
-    """The optimizers of what `build` returned."""
+    """The optimizers of what `build` returned, without the schedulers beside them."""
+    return [one for one in _each(optimizer) if isinstance(one, Optimizer)]
+
+
+def _each(optimizer: Any) -> list[Any]:
     if isinstance(optimizer, Mapping):
-        optimizer = list(optimizer.values())
+        return list(optimizer.values())
     return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
 
 
