@@ -131,7 +131,7 @@ def test_functions_that_return_something_else_end_it() -> None:
     with pytest.raises(TaskError, match="evaluate returns a float"):
         run(Program(build, step, DATA, evaluate=lambda *_: 0.5))  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="build returns a Linear"):
-        run(Program(lambda distributed: nn.Linear(1, 1), step, DATA))  # type: ignore[arg-type]
+        run(Program(lambda distributed: nn.Linear(1, 1), step, DATA))  # type: ignore[arg-type, return-value]
 
 
 def test_an_error_is_part_of_the_record() -> None:

@@ -27,8 +27,8 @@ def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
         return []
     axis, counts = evidence.world.data_axis, f"one device has {len(one.rows)} samples, the ranks {fed.total()}"
     if not due - fed and not _repeated(ranks) and _is_filled_up(evidence, step, fed - due):
-        said = f"{(fed - due).total()} of them had been fed before: so a sampler fills up what the ranks do not divide"
-        return [found("S2", f"step {step}: the ranks are fed some samples twice", counts, said, axis=axis, step=step,
+        before = f"{(fed - due).total()} of them were fed before: so a sampler fills up what the ranks do not divide"
+        return [found("S2", f"step {step}: the ranks are fed some samples twice", counts, before, axis=axis, step=step,
                       next=UNPADDED)]  # fmt: skip
     if fed.total() != due.total() and set(fed) <= set(_everything(evidence.one.run)) and not _repeated(ranks):
         factor = fed.total() / max(1, due.total())

@@ -15,6 +15,7 @@ from allranks.verifying.recording import Parts, RunRecord, StepRecord
 from allranks.verifying.start_causes import is_untied
 
 LOADS = ("the load", "the second load")
+VALUES = ("S17", "S40")  # kinds that a save may seem to be only because its program is run in float64
 
 
 def judge_evaluation(evidence: Evidence) -> list[Finding]:
@@ -91,7 +92,21 @@ class _Load:
 
 
 def judge_resume(evidence: Evidence) -> list[Finding]:
-    """Whether the ranks go on from each save as if nothing had happened, by their own uninterrupted run."""
+    """Whether the ranks go on from each save as if nothing had happened, by their own uninterrupted run.
+
+    A program in float32 that casts what it saves to float32 loses nothing, but what it has in float64 here: where
+    values are off, it is asked again in its own precision, in which a save of less still is a loss.
+    """
+    findings = _judge_loads(evidence)
+    kinds = [finding.verdict.kind for finding in findings]
+    own = evidence.in_own_precision() if set(kinds) & set(VALUES) else ()
+    if not own or own[0].resumed is None:
+        return findings
+    again = _judge_loads(replace(evidence, ranks=own))
+    return findings if [finding.verdict.kind for finding in again] == kinds else again
+
+
+def _judge_loads(evidence: Evidence) -> list[Finding]:
     saved: Sequence[RunRecord] = evidence.ranks
     for what in LOADS:
         loaded = [run.resumed for run in saved if run.resumed is not None]

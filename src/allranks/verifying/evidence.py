@@ -29,6 +29,8 @@ class Evidence:
         noise_matters: whether ranks that share samples compute something else where they draw other noise for them, and
             do not take it from one of them; computed when it is asked for, not of a Task, whose ranks allranks seeds.
         shares: step -> gradients of each rank's micro-batches alone; computed when it is asked for.
+        in_own_precision: the ranks' runs in the precision that the program has itself, where that is another one, and
+            it runs in it; computed when it is asked for.
     """
 
     one: OneDevice
@@ -40,6 +42,7 @@ class Evidence:
     own_types: bool = True
     noise_matters: Callable[[], bool] = lambda: False
     shares: Callable[[int], Shares] = lambda step: ()
+    in_own_precision: Callable[[], Sequence[RunRecord]] = lambda: ()
 
     @property
     def num_steps(self) -> int:

@@ -1,11 +1,9 @@
 """`allranks.verify`: an own loop on N local processes against one."""
 
-import os
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 from allranks.errors import ConfigError, ProcessError
@@ -14,7 +12,7 @@ from allranks.verifying.answer import Answer, cannot, equal_steps
 from allranks.verifying.data_causes import judge_fed
 from allranks.verifying.determinism import incomparable
 from allranks.verifying.drawn_causes import say_compiled
-from allranks.verifying.end_causes import judge_reshard
+from allranks.verifying.end_causes import VALUES, judge_reshard
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge, judge_ranks
 from allranks.verifying.local_layouts import MOST_PROCESSES
@@ -22,16 +20,13 @@ from allranks.verifying.low_precision import judge_low_precision, noisy_gradient
 from allranks.verifying.noise_runs import does_noise_matter, is_own_noise_alike, least_dims_alike
 from allranks.verifying.own_alone import (
     Source,
-    observer_of,
-    read_program,
     relative_of,
     run_alone,
     run_leaves_out,
     run_shares,
 )
-from allranks.verifying.own_group import process_group
-from allranks.verifying.own_loop import OwnLoop, Setting
-from allranks.verifying.policies import without_policies
+from allranks.verifying.own_loop import Setting
+from allranks.verifying.own_ranks import RankFailed, run_in_own_precision, run_load, run_rank
 from allranks.verifying.program import Program
 from allranks.verifying.recording import OneDevice, RunRecord, saves_of
 from allranks.verifying.start_causes import judge_start, places_of, unplaced
@@ -53,11 +48,11 @@ OWN_PRECISION = (
     "it does not run in float64 ({}): compared in its own precision, to {:g} of each tensor's largest value, or as far "
     "as rounding was seen to move it"
 )
+CAST = (
+    "its save casts what is float64 here: the resume was compared in the program's own precision, where that loses "
+    "nothing, and not on another number of processes"
+)
 RUN_IT = "make it run on several processes first: torchrun"
-
-
-class RankFailed(RuntimeError):
-    """The program raised on a rank."""
 
 
 def verify(
@@ -187,19 +182,23 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
         salted = replace(setting, folder=f"{setting.folder}-salted", resume=False)
         return does_noise_matter(partial(launch_without_gpus, run_rank, source, salted, nproc=len(ranks)), evidence)
 
+    in_own_precision = cache(partial(run_in_own_precision, source, _of_ranks(setting), len(ranks)))
     evidence = Evidence(
-        one, ranks, world, places, relative=relative_of(setting), noise_matters=noise_matters, shares=shares
-    )
+        one, ranks, world, places, relative=relative_of(setting), noise_matters=noise_matters, shares=shares,
+        in_own_precision=in_own_precision,
+    )  # fmt: skip
     lengths = {len(record.steps) for record in (one.run, *ranks)}  # of several, that is what is wrong
     if one.lowered is not None and len(lengths) == 1 and evidence.num_steps:
         return _in_its_own_precision(evidence)
     findings = judge(evidence)
-    if not findings and all(run.resumed is not None for run in ranks):
+    cast = bool(in_own_precision.cache_info().currsize) and not {each.verdict.kind for each in findings} & {*VALUES}
+    if not findings and not cast and all(run.resumed is not None for run in ranks):
         with failing("the program fails where one process loads what the ranks have saved", RUN_IT):
             loaded: RunRecord = launch_without_gpus(run_load, source, _of_ranks(setting), nproc=1)[0]
         findings = judge_reshard(evidence, loaded)
     shared = say_packed(evidence, evidence.num_steps) or ((EVEN,) if _is_even(evidence) else ())
-    notes = one.notes + say_shared(world) + shared + say_compiled(evidence) + not_tried(ranks, setting.num_steps)
+    told = one.notes + ((CAST,) if cast else ()) + say_shared(world) + shared
+    notes = told + say_compiled(evidence) + not_tried(ranks, setting.num_steps)
     equal = equal_steps(evidence) if findings else {}
     return Answer(tuple(findings), one, tuple(ranks), world, notes=notes, equal_steps=equal)
 
@@ -251,38 +250,3 @@ def _in_its_own_precision(evidence: Evidence) -> Answer:
 
 def _of_ranks(setting: Setting) -> Setting:
     return replace(setting, folder=f"{setting.folder}-ranks")
-
-
-def _of_a_rank(source: Source, setting: Setting) -> Program:
-    """In the precision in which one device computes."""
-    program = read_program(source)
-    return program if setting.lowered is not None else without_policies(program)
-
-
-def run_load(source: Source, setting: Setting) -> RunRecord:
-    """One process that is built as a rank is, and loads what the ranks have saved."""
-    with observer_of(setting) as observer, process_group():
-        program = _of_a_rank(source, setting)
-
-        def build(distributed: bool) -> Any:
-            assert program.load is not None
-            model, optimizer = program.build(distributed)
-            try:
-                program.load(model, optimizer, Path(setting.folder))
-            except SystemExit as error:  # so many ranks it does not load for
-                raise RankFailed(str(error)) from error
-            return model, optimizer
-
-        alone = replace(program, build=build, data=[], evaluate=None, save=None, load=None, state=None)
-        return OwnLoop(alone, replace(setting, num_steps=0, resume=False), 0, 1, True, observer).run()
-
-
-def run_rank(source: Source, setting: Setting, salted: Collection[int] = ()) -> RunRecord:
-    """One of the ranks; runs in a process that `launch` has started. Those of `salted` draw other noise."""
-    with observer_of(setting) as observer, process_group() as (rank, size):
-        observer.salt = int(rank in salted)
-        os.makedirs(setting.folder, exist_ok=True)
-        record = OwnLoop(_of_a_rank(source, setting), setting, rank, size, True, observer).run()
-        if record.error:  # the others wait for this rank: the launcher ends them
-            raise RankFailed(f"rank {rank}: {record.error}")
-        return record
