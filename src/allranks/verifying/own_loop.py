@@ -275,13 +275,8 @@ class OwnLoop:
 
 def statistics_of(modules: Mapping[str, nn.Module]) -> list[str]:
     """Class names of the layers that look at the batch as a whole."""
-    found = {
-        type(layer).__name__
-        for module in modules.values()
-        for layer in module.modules()
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training
-    }
-    return sorted(found)
+    layers = (layer for module in modules.values() for layer in module.modules() if layer.training)
+    return sorted({type(layer).__name__ for layer in layers if isinstance(layer, nn.modules.batchnorm._BatchNorm)})
 
 
 def unique(tensors: Any) -> list[Any]:
