@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tools.full_results import collect_cases
 ROOT = Path(__file__).parents[1]
 
 
+@cache
 def functions_of(path: Path) -> dict[str, str]:
     """Name -> the source of every test in a module, with its decorators."""
     text = path.read_text()

@@ -90,6 +90,7 @@ def test_a_task_without_chunk_has_none(task: str) -> None:
     assert CHUNK not in changes_of(asked)
 
 
+@pytest.mark.full
 def test_the_chunks_of_a_task_are_rehearsed() -> None:
     """Beside logits of 2,048 positions and 8,192 words nothing of this model is large."""
     sizes = ("task.seq=2048", "task.vocab=8192", "task.layers=1", "train.global_batch=4", "train.micro_batch=1")

@@ -84,6 +84,7 @@ def test_a_run_from_start_to_report(tmp_path: Path) -> None:
     assert checkpoints
 
 
+@pytest.mark.full
 def test_files_beside_the_task_take_the_place_of_no_module_of_pythons(tmp_path: Path) -> None:
     """Such as the tokenize.py of somebody who trains a tokenizer."""
     shutil.copy(POINTS, tmp_path / "task.py")
@@ -217,7 +218,8 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
     assert json.loads(allranks("report", "run", "--json", folder=tmp_path).stdout)["state"] == "stopped"
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 76), pytest.param("SIGINT", 130, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 76), ("SIGINT", 130)])
 def test_a_second_request_during_a_save_ends_it_now_and_leaves_the_older_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:

@@ -78,6 +78,7 @@ def test_of_an_error_after_a_wait_in_vain_the_error_alone_is_told(tmp_path: Path
     assert "E1" not in found
 
 
+@pytest.mark.full
 def test_who_has_failed_did_not_come(tmp_path: Path) -> None:
     """Also behind the last one that waits; rank 0 is not accused, whose words are on the terminal."""
     found = explain_attempts(tmp_path, "wwwf", code=1)

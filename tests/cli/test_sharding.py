@@ -34,6 +34,7 @@ def test_the_page_shows_what_is_printed(tmp_path: Path, index: int) -> None:
     assert list(tmp_path.iterdir()) == [], "no run was begun"
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_json_is_the_same_as_one_document(tmp_path: Path) -> None:
     arguments = ("train", POINTS, "train.global_batch=8", "--nproc", "2", "--layout", "fsdp", "--show-sharding")

@@ -286,7 +286,7 @@ def test_masks_differ_by_position_and_step_and_are_the_same_again(pool: Pools) -
     together([parts for _, parts in first])  # every process holds the same parameters
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", ["dp_replicate=2,cp=2", "dp_shard=2,cp=2", "dp_shard=2,tp=2", "tp=2,cp=2"])
 def test_masks_of_products_differ_where_samples_or_positions_do(pool: Pools, layout: str) -> None:
     """Ranks of one tp group have one loss between them; whoever else has the same would have the same masks."""

@@ -194,7 +194,7 @@ def run_starved(layout: str) -> Any:
     return parts_of(session)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [
@@ -234,7 +234,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
 def test_one_layout_loads_what_another_saved(pool: Pools, tmp_path: Path, one: str, other: str) -> None:
     """After three steps, of which an odd number moves the bias somewhere else."""

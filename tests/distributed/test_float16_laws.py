@@ -86,7 +86,7 @@ def run(name: str, kind: str, optimizer: Sequence[str], on_device: bool = False)
         optimizer_module.skips_on_device = kept
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("name", "optimizer"), ROWS)
 def test_all_ranks_skip_together_and_train_on(pool: Pools, name: str, optimizer: Sequence[str]) -> None:
     kind = KINDS.get(name, "mlp")

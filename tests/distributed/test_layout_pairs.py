@@ -11,7 +11,7 @@ from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, initial_model
 from tests.distributed.tasks import Tiny
 from tests.distributed.test_matrix import Case, config, runs
-from tests.training.snapshots import check_exchange
+from tests.training.snapshots import check_exchange, check_round_trip
 
 pytestmark = pytest.mark.distributed
 
@@ -65,7 +65,7 @@ OF_KINDS = [(*pair, kind) for pair in (("fsdp", "tp-fsdp"), ("pp-fsdp", "hsdp"))
 SMALL = ("train.global_batch=10", "optimizer.lr=0.01")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
 def test_one_layout_loads_what_another_saved(pool: Pools, tmp_path: Path, one: str, other: str) -> None:
     both = [(config_of(layout, *SMALL), size) for layout, size in (LAYOUTS[one], LAYOUTS[other])]
@@ -79,9 +79,7 @@ def test_other_kinds_of_models_too_both_ways(pool: Pools, tmp_path: Path, one: s
     # A pipeline wants micro-batches of one shape.
     words = ("train.global_batch=8", "train.micro_steps=2", "optimizer.lr=0.01")
     both = [(config_of(layout, *words), size) for layout, size in (LAYOUTS[one], LAYOUTS[other])]
-    for number, pair in enumerate((both, both[::-1])):
-        (tmp_path / str(number)).mkdir()
-        exchanged = check_exchange(pool, tmp_path / str(number), Tiny(kind=kind), pair[0], pair[1], steps=2)
+    for exchanged in check_round_trip(pool, tmp_path, Tiny(kind=kind), both[0], both[1], steps=2):
         names = {name for name in exchanged if not name.startswith("optimizer.")}
         moments = {name.removeprefix("optimizer.exp_avg.") for name in exchanged.keys() - names if ".exp_avg." in name}
         held = initial_model(Tiny(kind=kind))
@@ -103,16 +101,14 @@ def test_stages_of_every_schedule_to_and_from_one_device(pool: Pools, tmp_path: 
     single, piped = (
         (config_of(layout, *PASSED_ON), size) for layout, size in (("single", 1), (f"pp=2,schedule={schedule}", 2))
     )
-    for number, (one, other) in enumerate(((piped, single), (single, piped))):
-        (tmp_path / str(number)).mkdir()
-        assert len(check_exchange(pool, tmp_path / str(number), Sentence(kind="transformer"), one, other, steps=2)) > 60
+    for exchanged in check_round_trip(pool, tmp_path, Sentence(kind="transformer"), single, piped, steps=2):
+        assert len(exchanged) > 60
 
 
 def test_experts_from_one_device_and_to_it(pool: Pools, tmp_path: Path) -> None:
     single, cut = (config_of("single", *SMALL), 1), (config_of("dp_shard=2,ep=2", *SMALL), 2)
-    for number, (one, other) in enumerate(((cut, single), (single, cut))):
-        (tmp_path / str(number)).mkdir()
-        assert len(check_exchange(pool, tmp_path / str(number), Tiny(kind="moe"), one, other, steps=2)) > 60
+    for exchanged in check_round_trip(pool, tmp_path, Tiny(kind="moe"), single, cut, steps=2):
+        assert len(exchanged) > 60
 
 
 @pytest.mark.full
@@ -122,6 +118,5 @@ def test_every_layout_of_the_matrix_to_and_from_one_device(pool: Pools, tmp_path
     run = runs(row)[0]
     laid = config(Case(name, model, *run)), row.world_size
     single = config(Case("singlex1", model, *run)), 1
-    for number, (one, other) in enumerate(((laid, single), (single, laid))):
-        (tmp_path / str(number)).mkdir()
-        assert len(check_exchange(pool, tmp_path / str(number), task_of(model), one, other, steps=2)) > 20
+    for exchanged in check_round_trip(pool, tmp_path, task_of(model), single, laid, steps=2):
+        assert len(exchanged) > 20

@@ -14,12 +14,14 @@ from allranks.errors import LayoutError
 from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import ReferenceStep, plain_loop
-from tests.distributed.covering import covering_sample
+from tests.distributed.covering import covering_sample, pairs
 from tests.distributed.matrix import EVERYTHING, LARGE, ROWS, STATIC, Row, refusal
 from tests.distributed.matrix_models import MODELS, Sentence, task_of, update_balance
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, initial_model, processes_of, session_of
 from tests.distributed.tasks import IGNORED
+from tests.smoke import CASES as NAMED
+from tests.smoke import LAWS, is_case
 
 pytestmark = pytest.mark.distributed
 
@@ -82,7 +84,36 @@ LEFT_OUT = [*(name for name in SMALL if all(case.row != name for case in COVERIN
 CASES_OF = [cases({name: ROWS[name]}) for name in LEFT_OUT]
 SAMPLE = [*COVERING, *(ways[71 * turn % len(ways)] for turn, ways in enumerate(CASES_OF))]
 REFUSED = [(name, model) for name, row in ROWS.items() for model in MODELS if refusal(row, model) is not None]
-CELLS = [(name, model) for name in ROWS for model in MODELS if (name, model) not in REFUSED]
+# Rows whose cells have every way to run a step between them; of the others those that the sample has are left out.
+EVERY_WAY = (("ddpx2", "ddpx3", "ddpx4"), ("fsdpx2", "fsdpx3", "fsdpx4"), ("pp-fsdpx4",))
+HELD = {(case.row, case.model) for case in SAMPLE if case.row not in sum(EVERY_WAY, ())}
+CELLS = [(name, model) for name in ROWS for model in MODELS if (name, model) not in {*REFUSED, *HELD}]
+
+
+def broad(case: Case) -> tuple[Hashable, ...]:
+    """Of what a case is a product of, what `make test` tells apart.
+
+    Of schedules 1f1b and others, of sizes 1, 2 and more; with a context or without, recomputing or not. How a world
+    without axes is asked for (nothing, one device, all that there are) is not told apart.
+    """
+    size = min(ROWS[case.row].world_size, 3)
+    _, *data, context, schedule, experts, recompute, _, model, batch, micro_steps, norm, optimizer = factors(case)
+    kind = schedule if schedule in ("", "1f1b") else "another"
+    return (*data, context != "", kind, experts, recompute != "none", size, model, batch, micro_steps, norm, optimizer)
+
+
+def few() -> list[Case]:
+    """Of the sample what `make test` takes: every pair of what it tells apart, and what the smoke subset names."""
+    by_factors = {broad(case): case for case in reversed(COVERING)}
+    chosen = {by_factors[of] for of in covering_sample(list(by_factors)[::-1])}
+    rows = {case.row for case in chosen}
+    named = {row for row in ROWS if row not in rows and any(is_case(f"{LAWS}[{row}]", name) for name in NAMED)}
+    first = {case.row: case for case in reversed(SAMPLE) if case.row in named}
+    return [case for case in SAMPLE if case in chosen or first.get(case.row) == case]
+
+
+FEW = few()
+REST = [case for case in SAMPLE if case not in FEW]
 
 
 def chosen_of(cell: tuple[str, str]) -> Case:
@@ -204,10 +235,16 @@ def check(pool: Pools, cell: Sequence[Case]) -> None:
         check_counters(case, ranks)
 
 
-@pytest.mark.parametrize("row", dict.fromkeys(case.row for case in SAMPLE))
+@pytest.mark.parametrize("row", dict.fromkeys(case.row for case in FEW))
 def test_equal_to_one_device(pool: Pools, row: str) -> None:
     """The sample, layout by layout: the cases of one share their processes' groups."""
-    check(pool, [case for case in SAMPLE if case.row == row])
+    check(pool, [case for case in FEW if case.row == row])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", dict.fromkeys(case.row for case in REST))
+def test_equal_to_one_device_in_every_pair(pool: Pools, row: str) -> None:
+    check(pool, [case for case in REST if case.row == row])
 
 
 @pytest.mark.full
@@ -254,6 +291,19 @@ def test_the_sample_covers_what_it_should() -> None:
     assert held == {(schedule, model) for schedule in schedules for model in MODELS if model != "gan"}
     assert {case.row for case in SAMPLE} >= {name for name, row in ROWS.items() if row.world_size <= 4}
     assert any(case.global_batch < case.micro_steps * ROWS[case.row].resolved.dp for case in SAMPLE)
-    for names in (("ddpx2", "ddpx3", "ddpx4"), ("fsdpx2", "fsdpx3", "fsdpx4"), ("pp-fsdpx4",)):
+    for names in EVERY_WAY:
         whole = {chosen_of((name, model))[2:] for name, model in CELLS if name in names}
         assert whole == set(runs(ROWS[names[0]]))
+    assert {*CELLS, *HELD} == {(name, model) for name in ROWS for model in MODELS} - {*REFUSED}
+
+
+def test_make_test_has_every_mode_and_every_pair_of_what_it_tells_apart() -> None:
+    layouts = [ROWS[case.row].resolved for case in FEW]
+    for key in ("schedule", "context", "recompute", "sharding"):
+        assert {getattr(layout, key) for layout in layouts} == {getattr(row.resolved, key) for row in ROWS.values()}, (
+            key
+        )
+    assert {case.model for case in FEW if ROWS[case.row].resolved.pp > 1} == MODELS.keys() - {"gan"}
+    assert {pair for case in FEW for pair in pairs(broad(case))} == {
+        pair for case in COVERING for pair in pairs(broad(case))
+    }

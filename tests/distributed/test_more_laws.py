@@ -259,6 +259,7 @@ RESTARTS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("layout", "world_size", "overrides"), RESTARTS)
 def test_a_restart_changes_no_bit(pool: Pools, layout: str, world_size: int, overrides: Sequence[str]) -> None:
     some = ("train.global_batch=13", "optimizer.lr=0.01", *overrides)

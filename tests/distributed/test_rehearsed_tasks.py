@@ -48,6 +48,7 @@ USED = ("fsdp", "pp=2", "ddp,recompute=full", "ddp,compile=block")
 UNUSED = ("ddp", "tp=2", "cp=2", "single")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", [*UNUSED, *USED])
 def test_a_hint_for_nothing_is_refused_where_training_refuses_it(pool: Pools, layout: str) -> None:
     """And is found where training does not look."""

@@ -66,6 +66,7 @@ def test_training_is_that_of_one_device_under_every_schedule(pool: Pools, kind: 
     check_training(pool, kind, f"pp=2,schedule={schedule}", 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Translation])
 def test_a_dry_run_is_the_real_step(pool: Pools, kind: type[Task]) -> None:
     compare_dry_run(pool, kind, "pp=4", 4, ACCUMULATED, {})

@@ -73,6 +73,7 @@ def train(task: Sentence, schedule: str, past: bool) -> Any:
     return losses, parts_of(session), left, masks
 
 
+@pytest.mark.sample(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("schedule", sorted(CLASSES))
 @pytest.mark.parametrize("task", [Sentence(kind="streams"), Unreached(kind="streams")], ids=["reached", "unreached"])

@@ -121,9 +121,9 @@ def test_what_parts_of_a_sequence_send_is_compared_within_a_stage_alone() -> Non
     assert "float32" in found.what and "int64" in found.what
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("way", "layout", "rank"), [(on_second_rank, "ddp", 1), (on_second_pair, "tp=2,dp_shard=3", 2)]
+    ("way", "layout", "rank"),
+    [(on_second_rank, "ddp", 1), pytest.param(on_second_pair, "tp=2,dp_shard=3", 2, marks=pytest.mark.full)],
 )
 def test_a_rank_that_is_neither_the_first_nor_the_last_is_found(
     way: Callable[..., Any], layout: str, rank: int

@@ -118,6 +118,7 @@ def test_a_pipeline_of_few_micro_steps_is_that_of_many() -> None:
     check("pp=2", 2, 0, 5)
 
 
+@pytest.mark.full
 def test_a_deep_pipeline_is_that_of_one_with_fewer_micro_steps() -> None:
     check("pp=5", 5, 1, 9)
 

@@ -214,7 +214,7 @@ def fail_under_torchrun(function: str, log: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.sample(18)
+@pytest.mark.sample(36)
 @pytest.mark.parametrize("function", REAL)
 def test_the_log_of_a_real_run_of_torchruns_is_explained(function: str, tmp_path: Path) -> None:
     log = tmp_path / "torchrun.log"

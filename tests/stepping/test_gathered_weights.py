@@ -10,6 +10,7 @@ from tests.profiling.subjects import CLASSES, WIDTH, Adversaries, Words
 from tests.rehearsing.tasks import Tokens
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("task", "precision", "shares"),
     [

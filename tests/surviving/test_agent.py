@@ -183,7 +183,7 @@ def commands() -> Iterator[list[Command]]:
         command.kill()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("number", "to_all", "code"),
     [
@@ -237,7 +237,7 @@ def test_the_grace_ends(tmp_path: Path, commands: list[Command], number: signal.
     assert command.result() == (code, {"exit_code": code, "failure": None})
 
 
-@pytest.mark.parametrize("spawn", [True, False])
+@pytest.mark.parametrize("spawn", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_killed_command_leaves_nothing(
     tmp_path: Path, commands: list[Command], record_property: Callable[[str, object], None], spawn: bool
 ) -> None:

@@ -195,6 +195,7 @@ except KeyboardInterrupt:
     assert all(is_gone(int(path.read_text())) for path in tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_without_gpus_none_is_seen_also_after_processes_that_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     server = forkserver._server

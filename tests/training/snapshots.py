@@ -81,3 +81,36 @@ def check_exchange(
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert [position for _, position in ranks] == [steps * one[0].train.global_batch] * other[1]
     return before
+
+
+def passed_on_parts(directory: Path, task: Any, config: Config, steps: int) -> tuple[Parts, int, Parts]:
+    """In a worker: what this rank holds after the restore, the position, and what it saves a step later."""
+    session, contents = contents_of(task, config, 0)
+    contents.load(find(directory, session))
+    loaded, position = parts_of(session), session.stream.position
+    list(step_through(session, 1))
+    saver_of(session, contents, directory).save(steps + 1)
+    return loaded, position, parts_of(session)
+
+
+def check_round_trip(
+    pool: Pools, directory: Path, task: Any, one: tuple[Config, int], other: tuple[Config, int], steps: int
+) -> list[dict[str, torch.Tensor]]:
+    """As `check_exchange`, there and back: the other layout makes a step more, saves, and the first one loads that.
+
+    What was saved each time.
+    """
+    limit = 240.0 if max(one[1], other[1]) > 8 else 60.0
+    there = together(pool(one[1]).run(saved_parts, directory, task, one[0], steps, timeout=limit))
+    passed: list[Any] = pool(other[1]).run(passed_on_parts, directory, task, other[0], steps, timeout=limit)
+    back = together([parts for *_, parts in passed])
+    ended: list[Any] = pool(one[1]).run(loaded_parts, directory, task, one[0], timeout=limit)
+    for saved, ranks in ((there, [each[:2] for each in passed]), (back, ended)):
+        loaded = together([parts for parts, _ in ranks])
+        assert loaded.keys() == saved.keys()
+        assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    batch = one[0].train.global_batch
+    assert [position for _, position, _ in passed] == [steps * batch] * other[1]
+    assert [position for _, position in ended] == [(steps + 1) * batch] * one[1]
+    assert any(not torch.equal(there[name], back[name]) for name in there), "nothing went on"
+    return [there, back]

@@ -286,10 +286,12 @@ def fill(folder: Path, cases: Mapping[str, Replace], below: str) -> Path:
     return folder
 
 
-@pytest.fixture
-def hostile(tmp_path: Path) -> Path:
-    """A run for every hostile checkpoint."""
-    return fill(tmp_path / "hostile", CASES, f"checkpoints/{NEWEST}")
+def hostile(folder: Path, cases: Mapping[str, Replace]) -> Path:
+    """A run for each of these hostile checkpoints."""
+    return fill(folder / "hostile", cases, f"checkpoints/{NEWEST}")
+
+
+ONE_IN = 4  # of these cases `make test` has
 
 
 def command(*words: object) -> tuple[int, str]:
@@ -362,10 +364,15 @@ def suspects(case: str) -> tuple[str, ...]:
     return (file,) if file == TENSORS else ("manifest.json", "COMMITTED") if file else (NEWEST,)
 
 
-def test_no_hostile_file_runs_code_or_ends_a_command_otherwise_than_in_a_line(pool: Pools, hostile: Path) -> None:
-    (found,) = pool(1).run_alone(watch, hostile, list(CASES), look, timeout=240.0)
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.full) for first in range(1, ONE_IN))])
+def test_no_hostile_file_runs_code_or_ends_a_command_otherwise_than_in_a_line(
+    pool: Pools, tmp_path: Path, first: int
+) -> None:
+    cases = dict(list(CASES.items())[first::ONE_IN])
+    folder = hostile(tmp_path, cases)
+    (found,) = pool(1).run_alone(watch, folder, list(cases), look, timeout=240.0)
     answers, seen, grown = found
-    assert seen == [] and not (hostile / MARK).exists()
+    assert answers.keys() == cases.keys() and seen == [] and not (folder / MARK).exists()
     assert grown < MORE_MEMORY_BYTES
     for case, said in answers.items():
         step, skipped = said["newest"]
@@ -415,13 +422,14 @@ def test_whatever_stands_in_a_run_its_readers_end_with_an_answer_or_a_line(pool:
 
 @pytest.mark.full
 def test_a_resume_passes_over_every_hostile_checkpoint_and_writes_a_good_one_in_its_place(
-    pool: Pools, hostile: Path
+    pool: Pools, tmp_path: Path
 ) -> None:
     """But of another run's, whose place nobody takes: the run ends with a line when it comes to that step."""
-    cases = [case for case in CASES if case != "another run"]
-    (found,) = pool(1).run_alone(watch, hostile, cases, resumed, AS_ANY_RUN, timeout=300.0)
+    cases = {case: replace for case, replace in CASES.items() if case != "another run"}
+    folder = hostile(tmp_path, cases)
+    (found,) = pool(1).run_alone(watch, folder, list(cases), resumed, AS_ANY_RUN, timeout=300.0)
     answers, seen, grown = found
-    assert seen == [] and not (hostile / MARK).exists()
+    assert seen == [] and not (folder / MARK).exists()
     assert grown < MORE_MEMORY_BYTES
     for case, said in answers.items():
         code, told = said["resume"]

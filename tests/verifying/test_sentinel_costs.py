@@ -53,6 +53,7 @@ def test_calls_of_one_step_are_added_up_and_one_that_raises_counts() -> None:
         assert costs.looks[0][0] > before
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_sentinels_of_a_real_training_are_timed(tmp_path: Path) -> None:
     words = ("train.steps=12", "guard.digest_every=3", "evaluate.every=0", "train.global_batch=8", "task.pause=0.005")

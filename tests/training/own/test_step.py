@@ -302,6 +302,7 @@ def left(folder: str, layout: str, where: str) -> dict[str, torch.Tensor]:
         return everything(world)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("layout", "size", "places"),
     [
