@@ -29,6 +29,8 @@ class Net(nn.Module):
         self.kind = kind
         self.emb, self.up, self.down = nn.Embedding(WORDS, 4), nn.Linear(4, 8), nn.Linear(8, 4)
         self.bias = nn.Parameter(torch.zeros(WORDS))
+        if kind == "shared":  # one module by two names
+            self.up_again = self.up
         if kind == "module":
             self.head = nn.Linear(4, WORDS, bias=False)
             self.head.weight = self.emb.weight
@@ -47,6 +49,8 @@ class Net(nn.Module):
                 return x @ self.emb.weight.T
             case "module":
                 return self.head(x) + self.bias
+            case "shared":
+                return functional.linear(x + self.down(self.up_again(x)), self.emb.weight)
             case _:
                 return x
 
@@ -108,7 +112,7 @@ class Words(allranks.Task):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["linear", "bias"])
+@pytest.mark.parametrize("kind", ["linear", "bias", "shared"])
 def test_a_task_is_told_so_at_the_start(pool: Pools, kind: str) -> None:
     def start() -> str:
         task = Words()

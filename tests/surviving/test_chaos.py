@@ -54,16 +54,7 @@ def record(record_property: Record, document: Any) -> None:
     record_property("seconds_at", at)
 
 
-def test_killed_twenty_times_nothing_is_lost(tmp_path: Path) -> None:
-    document = trial(tmp_path, "train.steps=62", kills=20)
-    assert [document[key] for key in ("planned", "happened", "recovered", "restarts")] == [20] * 4
-    schedule = read_schedule(tmp_path / "trial" / "faults")
-    assert len({fault.point for fault in schedule}) >= EVERY_POINT and {fault.rank for fault in schedule} == {0, 1}
-    assert [one["holds"] for one in document["invariants"]] == [True] * 7  # type: ignore[attr-defined]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
 def test_killed_sixty_times_nothing_is_lost(tmp_path: Path, record_property: Record, seed: int) -> None:
     document = trial(tmp_path, "train.steps=182", "--seed", str(seed), kills=60)
     record(record_property, document)

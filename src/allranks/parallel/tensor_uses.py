@@ -45,12 +45,15 @@ class _Uses(TorchFunctionMode):
     def __init__(self, spread: Spread, names: Sequence[str]) -> None:
         super().__init__()
         self._tp = spread.mesh.layout.tp
-        modules = {
-            ".".join(filter(None, (which, name))): member
+        # By what a module holds: one that is wrapped has another name among the modules than in the map.
+        wanted = {id(spread.tensors[name]): name for name in reversed(names)}
+        self._owners = [
+            (module, name, wanted[id(parameter)])
             for which in spread.modules
-            for name, member in spread.bare(which).named_modules()
-        }
-        self._owners = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2], name) for name in names]
+            for module in spread.bare(which).modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in wanted
+        ]
 
     def __torch_function__(
         self, function: Callable[..., Any], kinds: object, args: Sequence[Any] = (), kwargs: Any = None
