@@ -136,10 +136,13 @@ def test_another_kind_of_generator_is_put_back_too() -> None:
         with kept.put_back():
             assert draw() == first
         set_bit_generator(own)
-        before = PlainGenerators()
-        set_bit_generator(np.random.PCG64(3))
-        expected = np.random.PCG64(3).random_raw()
-        before.put()
-        assert get_bit_generator().random_raw() == expected, "what is put back is the one that was in use"
+        for kind in (np.random.PCG64, np.random.MT19937):
+            exchanged, twin = kind(3), kind(3)
+            before = PlainGenerators()
+            first = draw()
+            set_bit_generator(exchanged)
+            before.put()
+            assert get_bit_generator() is own and draw() == first
+            assert exchanged.random_raw() == twin.random_raw(), "the other one stays where it stood"
     finally:
         set_bit_generator(own)

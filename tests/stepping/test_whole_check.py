@@ -117,19 +117,28 @@ def test_under_bfloat16_the_bounds_are_wider(pool: Pools) -> None:
     assert "does not compute" in pool(2).run(start, Wrong(which="gain"), "tp=2", "bfloat16")[0]
 
 
+class Jitter(nn.Module):
+    """Python's numbers inside of a module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + random.random()
+
+
 class Noisy(nn.Module):
-    """Draws in every mode, between its layers and by them, as a diffusion model or a noisy router does."""
+    """Draws in every mode, between its layers or by them, as a diffusion model or a noisy router does."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
         self.source = source
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)) for _ in range(5)])
+        inside = Jitter() if source == "inside" else nn.Tanh()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(5, 8), inside, nn.Linear(8, 5)) for _ in range(5)])
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         hidden = x + noise
         for layer in self.layers:
-            hidden = layer(hidden) + (torch.randn_like(hidden) if self.source == "torch" else random.random())
+            drawn = {"torch": lambda: torch.randn_like(hidden), "python": random.random, "inside": float}  # noqa: B023
+            hidden = layer(hidden) + drawn[self.source]()
         found: torch.Tensor = self.head(hidden)
         return found
 
@@ -153,8 +162,13 @@ def test_what_torch_draws_in_every_mode_is_compared_all_the_same(pool: Pools, la
         assert any(said.startswith("the cut model computes what the whole one does") for said in found), found
 
 
-def test_where_python_draws_it_is_not_compared_and_that_is_said(pool: Pools) -> None:
+def test_what_python_draws_between_modules_is_one_devices(pool: Pools) -> None:
     for found in pool(2).run(start, NoisyTask(source="python"), "pp=2", "float64"):
+        assert any(said.startswith("the cut model computes what the whole one does") for said in found), found
+
+
+def test_where_python_draws_in_a_module_it_is_not_compared_and_that_is_said(pool: Pools) -> None:
+    for found in pool(2).run(start, NoisyTask(source="inside"), "pp=2", "float64"):
         assert any(said.startswith(f"{UNCOMPARED}, because it draws from python's or numpy's") for said in found), found
 
 

@@ -44,10 +44,12 @@ class PlainGenerators:
             random.setstate(plain.state)
         else:
             _view_of_python()[:], _PYTHON.gauss_next = plain
-        if isinstance(arrays, _Told):
-            np.random.set_state(arrays.state)
+        generator, *kept = arrays
+        if get_bit_generator() is not generator:  # somebody has exchanged it since
+            np.random.set_bit_generator(generator)
+        if isinstance(kept[0], _Told):
+            np.random.set_state(kept[0].state)
         else:
-            generator, *kept = arrays
             words, held = _views_of_numpy(generator)
             words[:], held[:] = kept
 
@@ -83,7 +85,7 @@ def _python_state() -> Any:
 def _numpy_state() -> Any:
     generator: Any = get_bit_generator()
     if _HELD_AT is None or type(generator) is not np.random.MT19937:
-        return _Told(np.random.get_state(legacy=False))
+        return generator, _Told(np.random.get_state(legacy=False))
     words, held = _views_of_numpy(generator)
     return generator, words.tobytes(), held.tobytes()
 
