@@ -34,6 +34,12 @@ def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
         verify_request(TrainRequest(task_spec=str(loop)), 4)
 
 
+BUILD = """
+import torch
+def build(distributed):
+    model = torch.nn.Linear(1, 1)
+    return model, torch.optim.SGD(model.parameters())
+"""
 HIDDEN = """
 import os
 assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
@@ -55,8 +61,7 @@ class Hidden(points.Points):
 @pytest.mark.distributed
 def test_neither_this_process_nor_the_others_see_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    built = "import torch\ndef build(distributed):\n    model = torch.nn.Linear(1, 1)\n    return model, torch.optim.SGD(model.parameters())\n"
-    (tmp_path / "own_hidden.py").write_text(HIDDEN + LOOP.replace("def build(distributed): ...\n", built))
+    (tmp_path / "own_hidden.py").write_text(HIDDEN + BUILD + LOOP.partition("\n")[2])
     (tmp_path / "task_hidden.py").write_text(TASK)
     answer = verify_request(TrainRequest(task_spec=str(tmp_path / "own_hidden.py")), 2)
     assert "CUDA_VISIBLE_DEVICES" not in str(answer), str(answer)

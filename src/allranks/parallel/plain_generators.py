@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from typing import Any, final
 
 import numpy as np
-from numpy.random.mtrand import get_bit_generator
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 # MT19937: 624 words, and where among them it stands.
 _WORDS = struct.Struct("@624I")
@@ -46,7 +46,7 @@ class PlainGenerators:
             _view_of_python()[:], _PYTHON.gauss_next = plain
         generator, *kept = arrays
         if get_bit_generator() is not generator:  # somebody has exchanged it since
-            np.random.set_bit_generator(generator)
+            set_bit_generator(generator)
         if isinstance(kept[0], _Told):
             np.random.set_state(kept[0].state)
         else:
