@@ -55,13 +55,17 @@ def run_rank(source: Source, setting: Setting, salted: Collection[int] = ()) -> 
         return record
 
 
+def in_its_own(setting: Setting) -> Setting:
+    """In the precision that the program has itself, and with saves in a folder of their own."""
+    return replace(setting, dtype=None, folder=f"{setting.folder}-own")
+
+
 def run_in_own_precision(source: Source, setting: Setting, num_ranks: int) -> Sequence[RunRecord]:
     """All ranks in the precision that the program has itself; () where `setting` is that, or they fail in it."""
     if setting.dtype is None:
         return ()
-    own = replace(setting, dtype=None, folder=f"{setting.folder}-own")
     try:
-        ranks: list[RunRecord] = launch_without_gpus(run_rank, source, own, nproc=num_ranks)
+        ranks: list[RunRecord] = launch_without_gpus(run_rank, source, in_its_own(setting), nproc=num_ranks)
     except (RankFailed, ProcessError):
         return ()
     return ranks

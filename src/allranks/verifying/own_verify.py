@@ -26,7 +26,7 @@ from allranks.verifying.own_alone import (
     run_shares,
 )
 from allranks.verifying.own_loop import Setting
-from allranks.verifying.own_ranks import RankFailed, run_in_own_precision, run_load, run_rank
+from allranks.verifying.own_ranks import RankFailed, in_its_own, run_in_own_precision, run_load, run_rank
 from allranks.verifying.program import Program
 from allranks.verifying.recording import OneDevice, RunRecord, saves_of
 from allranks.verifying.start_causes import judge_start, places_of, unplaced
@@ -50,7 +50,7 @@ OWN_PRECISION = (
 )
 CAST = (
     "its save casts what is float64 here: the resume was compared in the program's own precision, where that loses "
-    "nothing, and not on another number of processes"
+    "nothing"
 )
 RUN_IT = "make it run on several processes first: torchrun"
 
@@ -182,7 +182,13 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
         salted = replace(setting, folder=f"{setting.folder}-salted", resume=False)
         return does_noise_matter(partial(launch_without_gpus, run_rank, source, salted, nproc=len(ranks)), evidence)
 
-    in_own_precision = cache(partial(run_in_own_precision, source, _of_ranks(setting), len(ranks)))
+    @cache
+    def in_own_precision() -> Sequence[RunRecord]:
+        own = run_in_own_precision(source, _of_ranks(setting), len(ranks))
+        for run in own:
+            align_settings(run, one.run)
+        return own
+
     evidence = Evidence(
         one, ranks, world, places, relative=relative_of(setting), noise_matters=noise_matters, shares=shares,
         in_own_precision=in_own_precision,
@@ -192,10 +198,11 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
         return _in_its_own_precision(evidence)
     findings = judge(evidence)
     cast = bool(in_own_precision.cache_info().currsize) and not {each.verdict.kind for each in findings} & {*VALUES}
-    if not findings and not cast and all(run.resumed is not None for run in ranks):
+    if not findings and all(run.resumed is not None for run in ranks):
+        saving = in_its_own(_of_ranks(setting)) if cast else _of_ranks(setting)  # the save that can be exact
         with failing("the program fails where one process loads what the ranks have saved", RUN_IT):
-            loaded: RunRecord = launch_without_gpus(run_load, source, _of_ranks(setting), nproc=1)[0]
-        findings = judge_reshard(evidence, loaded)
+            loaded: RunRecord = launch_without_gpus(run_load, source, saving, nproc=1)[0]
+        findings = judge_reshard(replace(evidence, ranks=in_own_precision()) if cast else evidence, loaded)
     shared = say_packed(evidence, evidence.num_steps) or ((EVEN,) if _is_even(evidence) else ())
     told = one.notes + ((CAST,) if cast else ()) + say_shared(world) + shared
     notes = told + say_compiled(evidence) + not_tried(ranks, setting.num_steps)
