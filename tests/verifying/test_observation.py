@@ -45,6 +45,24 @@ def test_a_child_that_is_called_module_keeps_its_name() -> None:
     assert list(look.logical_parameters(wrapped))[4:] == [f"2.{name}" for name in names]
 
 
+class Averaged(nn.Module):
+    """A wrapper by hand that counts what it does, and holds more than what it wraps."""
+
+    def __init__(self, module: nn.Module, counter: str = "syncs") -> None:
+        super().__init__()
+        self.module, self.criterion = module, nn.PReLU()
+        self.register_buffer(counter, torch.zeros(()))
+
+
+def test_a_wrapper_by_hand_may_hold_more_than_what_it_wraps() -> None:
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert list(look.logical_parameters(Averaged(Wrapped()))) == [*names, "criterion.weight"]
+    assert list(look.logical_buffers(Averaged(nn.Linear(2, 2)))) == ["syncs"]
+    inner = Averaged(nn.Linear(2, 2), "0")
+    inner.module = nn.ModuleDict({"_orig_mod": Wrapped()})
+    assert list(look.logical_parameters(inner))[:2] == ["module.0.weight", "module.0.bias"], "two would be one"
+
+
 def test_tied_parameters_are_there_under_both_names() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight

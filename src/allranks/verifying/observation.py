@@ -3,6 +3,7 @@
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 def logical_name(root: nn.Module, name: str) -> str:
     """The name of a tensor or module inside of `root` without what DDP, FSDP, compile and checkpoint put into it.
 
-    A model's own child may be called `module`, too: what lies in it keeps that name.
+    A wrapper by hand leaves none in them either. A model's own child may be called `module`, too: its names are shorter
+    then, on both sides; but where one of them is also the model's own, all keep the word.
     """
     owner: Any = root
     kept = list[str]()
@@ -39,15 +41,25 @@ def logical_name(root: nn.Module, name: str) -> str:
 
 
 def _wraps(owner: Any) -> bool:
-    """Whether it holds its `module` as a wrapper does: DDP, or one by hand, which has nothing but that.
-
-    Then no name below it can be one of its own, so that none are merged where the word is left out.
-    """
+    """Whether the names of its `module` can do without that word: DDP's can, others' where that merges no two."""
     if isinstance(owner, DistributedDataParallel | nn.DataParallel):
         return True
-    if not isinstance(owner, nn.Module) or [name for name, _ in owner.named_children()] != ["module"]:
-        return False
-    return not [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
+    return isinstance(owner, nn.Module) and _heads(owner.module).isdisjoint(_own_heads(owner))
+
+
+def _heads(module: Any) -> set[str]:
+    """With what logical names inside of it begin."""
+    inner = {"module"} if "module" in module._modules else set[str]()
+    if inner and _wraps(module):
+        inner = _heads(module.module)
+    return inner | _own_heads(module)
+
+
+def _own_heads(module: Any) -> set[str]:
+    """The same, but for what lies in its `module`."""
+    held = module._parameters.keys(), module._buffers.keys(), module._modules.keys()  # None and shared ones as well
+    own = set(chain(*held)) - {"module", *WRAPPERS}
+    return own.union(*(_heads(module._modules[word]) for word in WRAPPERS if word in module._modules))
 
 
 def logical_parameters(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
