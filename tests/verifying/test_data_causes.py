@@ -44,6 +44,31 @@ def test_samples_that_fill_up_the_ranks_come_twice(rows: Sequence[list[int]], ki
     assert (finding.verdict.next == UNPADDED) == (kind == "S2")
 
 
+@pytest.mark.parametrize(
+    ("due", "rows", "kind"),
+    [
+        ([0, 1, 2, 3], ([0, 1, 2], [2, 3]), "S4"),  # 2 ranks divide 4: no sampler repeats one
+        ([0, 1, 2, 3, 4], ([0, 1, 2], [1, 3, 4]), "S2"),
+        ([0, 1, 2, 3, 4], ([0, 1], [1, 2, 3, 4]), "S4"),  # nor are shares of which one is longer filled up
+        ([0, 1, 2, 3], ([0, 1, 2, 2], [3]), "S24"),
+    ],
+)
+def test_shares_that_overlap_are_not_filled_up(due: list[int], rows: Sequence[list[int]], kind: str) -> None:
+    ranks = [RunRecord(steps=[StepRecord(rows=some)]) for some in rows]
+    alone = OneDevice(RunRecord(steps=[StepRecord(rows=due)]))
+    (finding,) = judge_samples(Evidence(alone, ranks, WorldView((0, 1), {"dp": 2})), 0)
+    assert finding.verdict.kind == kind, finding.verdict
+    if kind == "S4":
+        assert any("1 of rank 0's" in line for line in finding.verdict.evidence), finding.verdict
+
+
+def test_of_samples_fed_to_several_ranks_those_are_told_that_share_the_most() -> None:
+    ranks = [RunRecord(steps=[StepRecord(rows=some)]) for some in ([0, 1, 2], [2, 3, 4], [5])]
+    alone = OneDevice(RunRecord(steps=[StepRecord(rows=[*range(6)])]))
+    (finding,) = judge_samples(Evidence(alone, ranks, WorldView((0, 1, 2), {"dp": 3})), 0)
+    assert "1 of rank 0's 3 samples are also rank 1's" in finding.verdict.evidence
+
+
 def test_parts_of_a_packed_batch_are_other_batches_of_which_nothing_is_said() -> None:
     """But where two ranks are fed the same one."""
     one, world = RunRecord(steps=[StepRecord(rows=[7], packed=True)]), WorldView((0, 1), {"dp": 2})

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations
 
 from allranks.stepping.feeding import SEEDED
 from allranks.verifying.epoch_causes import period_of
@@ -30,7 +31,10 @@ def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
         before = f"{(fed - due).total()} of them were fed before: so a sampler fills up what the ranks do not divide"
         return [found("S2", f"step {step}: the ranks are fed some samples twice", counts, before, axis=axis, step=step,
                       next=UNPADDED)]  # fmt: skip
-    if fed.total() != due.total() and set(fed) <= set(_everything(evidence.one.run)) and not _repeated(ranks):
+    firsts = [set(ranks[rank].rows) for rank in evidence.world.firsts]
+    overlapping = set(fed) == set(due) and sum(map(len, firsts)) > len(set(fed))
+    repeated = overlapping or _repeated(ranks)
+    if fed.total() != due.total() and set(fed) <= set(_everything(evidence.one.run)) and not repeated:
         factor = fed.total() / max(1, due.total())
         axis = evidence.world.by_factor(factor, axis)
         said = evidence.world.in_words(factor, axis)
@@ -38,7 +42,7 @@ def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
             found("S24", f"step {step}: the ranks are fed {said} times the samples", counts,
                   axis=axis, factor=said, step=step)
         ]  # fmt: skip
-    if _repeated(ranks):
+    if repeated:
         axis = evidence.world.apart(lambda rank, other: _share(ranks[rank], ranks[other]), axis)
         return [
             found("S4", f"step {step}: samples are fed to more than one rank", counts, _overlap(ranks),
@@ -63,10 +67,14 @@ def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
 
 def _is_filled_up(evidence: Evidence, step: int, extra: "Counter[int]") -> bool:
     """Whether what the ranks are fed too much is less than one sample for each, all of which they have had before: so
-    DistributedSampler makes their shares equally long.
+    DistributedSampler makes their shares equally long, of samples that the ranks do not divide.
     """
+    one, ranks = evidence.step(step)
+    shares = {len(ranks[rank].rows) for rank in evidence.world.firsts}
+    if len(shares) > 1 or len(one.rows) % evidence.world.data_ranks == 0:
+        return False
     before = {row for run in evidence.ranks for record in run.steps[:step] for row in record.rows}
-    now = set(evidence.one.run.steps[step].rows)
+    now = set(one.rows)
     return 0 < extra.total() < evidence.world.data_ranks and set(extra) <= before | now
 
 
@@ -153,8 +161,10 @@ def _share(one: StepRecord, other: StepRecord) -> bool:
 
 
 def _overlap(ranks: Sequence[StepRecord]) -> str:
-    common = set(ranks[0].rows) & set(ranks[-1].rows)
-    return f"{len(common)} of rank 0's {len(set(ranks[0].rows))} samples are also rank {len(ranks) - 1}'s"
+    rows = [set(record.rows) for record in ranks]
+    pairs = [(0, len(ranks) - 1), *combinations(range(len(ranks)), 2)]
+    one, other = max(pairs, key=lambda pair: len(rows[pair[0]] & rows[pair[1]]))
+    return f"{len(rows[one] & rows[other])} of rank {one}'s {len(rows[one])} samples are also rank {other}'s"
 
 
 def _epoch_repeats(evidence: Evidence) -> str:
