@@ -205,6 +205,55 @@ def test_noise_of_a_micro_batch_belongs_to_its_samples() -> None:
     assert not torch.equal(whole[0], whole[1])
 
 
+class Taken:
+    """Three micro-batches of an own loop, of two samples each; what is drawn for the first goes by its samples?"""
+
+    def __init__(self) -> None:
+        self.observer, self.weight = Observer(), torch.ones(3, requires_grad=True)
+        self.rows = [[11, 12], [13, 14], [15, 16]]
+        self.observer.feed([row for some in self.rows for row in some], [])
+        self.batches = self.observer.handing([torch.zeros(2, 3) for _ in self.rows], self.rows)
+
+    def work(self) -> list[int]:
+        """The samples for which a forward would draw."""
+        (torch.zeros(2, 3) * self.weight).sum().backward()
+        return [*self.observer.rows()]
+
+
+def test_a_loop_that_looks_ahead_does_not_tell_which_micro_batch_is_in_work() -> None:
+    """The last taken was held for it: the noise of each was made of the samples of the next."""
+    loop = Taken()
+    now, seen = loop.batches[0], []
+    for place in range(len(loop.batches)):
+        following = loop.batches[place + 1] if place < 2 else None
+        assert now is not following
+        seen.append(loop.work())
+        now = following
+    assert seen == [[11, 12, 13, 14, 15, 16]] * 3
+    with loop.observer.watching():
+        torch.randn(2, 3)
+    assert loop.observer.unclaimed == {(2, 3)} and loop.observer.draws == []
+
+
+def test_a_look_through_the_micro_batches_before_leaves_them_known() -> None:
+    """Their targets are counted first, say; and a micro-batch may be taken twice, or only drawn for."""
+    for look_through in (lambda some: [some[place] for place in range(3)], list):
+        loop = Taken()
+        look_through(loop.batches)
+        for place in range(3):
+            assert loop.batches[place] is loop.batches[place] and loop.work() == loop.rows[place]
+            assert loop.batches[place] is not None
+        assert [loop.work() for _ in loop.batches] == loop.rows
+    loop = Taken()
+    with loop.observer.watching():
+        for place in range(3):
+            torch.randn_like(loop.batches[place])
+    assert len(loop.observer.draws) == 3 and loop.observer.unclaimed == set()
+    loop = Taken()
+    loop.rows[0].clear()  # a filler, which is passed over
+    assert [loop.work() if rows else [] for rows, _ in zip(loop.rows, loop.batches, strict=True)] == loop.rows
+
+
 def test_what_has_no_row_for_each_sample_is_noted_in_steps_alone() -> None:
     observer = Observer()
     with observer.watching():

@@ -213,21 +213,45 @@ class Observer:
 
 @final
 class _Handed(list[Any]):
-    """Micro-batches that tell when they are taken."""
+    """Micro-batches that tell when they are taken: the last taken is in work.
+
+    But where one is taken and nothing has run on the one before, as by a loop that looks ahead, nobody knows which is:
+    from then on all are, until a look through them (to count, say) is over and they are taken anew.
+    """
 
     def __init__(self, observer: Observer, batches: list[Any], rows: Sequence[Sequence[int]]) -> None:
         super().__init__(batches)
         self._observer, self._rows, self._all = observer, rows, observer.rows
+        self._ran = 0, 0
+        self._begin()
 
     def __iter__(self) -> Iterator[Any]:
+        self._begin()
         for place in range(len(self)):
             yield self[place]
-        self._observer.rows = self._all
+        self._begin()
 
     def __getitem__(self, place: Any) -> Any:
+        taken = super().__getitem__(place)
         if not isinstance(place, slice):
-            self._observer.rows = partial(list, self._rows[place])
-        return super().__getitem__(place)
+            self._take(range(len(self))[place])
+        return taken
+
+    def _begin(self) -> None:
+        self._observer.rows = self._all
+        self._last: int | None = None
+        self._ahead, self._seen = False, set[int]()
+
+    def _take(self, place: int) -> None:
+        if place != self._last:
+            # Whatever is computed with gradients has a node in autograd's graph.
+            now = len(self._observer.draws), torch._C._autograd._get_sequence_nr()
+            if self._last is not None and self._rows[self._last] and now == self._ran:
+                self._ahead = place not in self._seen
+                self._seen = self._seen if self._ahead else set()
+            self._seen.add(place)
+            self._last, self._ran = place, now
+        self._observer.rows = self._all if self._ahead else partial(list, self._rows[place])
 
 
 def _in_backward() -> bool:
