@@ -123,7 +123,7 @@ def test_evaluation_and_what_is_kept() -> None:
 
 def test_a_process_that_leaves_what_is_reported_to_the_others_is_no_error() -> None:
     record = run(Program(build, step, DATA, evaluate=lambda *_: None, state=lambda *_: None))  # type: ignore[arg-type]
-    assert record.error == "" and record.evaluation == {} and record.steps[0].kept == {}
+    assert record.error == "" and record.evaluation == {} and record.steps[0].kept == {} and record.keeps
 
 
 def test_functions_that_return_something_else_end_it() -> None:

@@ -133,6 +133,8 @@ def test_what_was_not_tried_is_told(
     run.resumed = RunRecord(first=saved, steps=run.steps[:resumed]) if resumed else None
     run.evaluation = run.evaluation if evaluated else {} if evaluated is None else None
     assert not_tried([run], num_steps) == told
+    run.keeps = True
+    assert not_tried([run], num_steps) == (*told, "nothing that is kept was compared: state returns nothing")
 
 
 @pytest.mark.parametrize(("alone", "rank", "told"), [((), (), 0), ((0, 1), (0, 1), 2), ((), (1,), 1), ((1,), (), 1)])
@@ -225,6 +227,16 @@ def test_an_evaluation_by_rank_0_alone_is_no_finding() -> None:
 
     answer = allranks.verify(build, train, batches(), num_steps=2, evaluate=evaluate, validation=kept_by_rank_0)
     assert answer.equal, str(answer)
+
+
+def alone_nothing(*some: Any) -> dict[str, Any]:
+    return {"held": 7.0} if dist.get_world_size() > 1 else {}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("evaluate", "S30"), ("state", "S31")])
+def test_what_ranks_alone_return_is_no_equality(name: str, kind: str) -> None:
+    answer = allranks.verify(build, train, batches(), num_steps=2, **{name: alone_nothing})  # type: ignore[arg-type]
+    assert [finding.verdict.kind for finding in answer.findings] == [kind], str(answer)
 
 
 @pytest.mark.full

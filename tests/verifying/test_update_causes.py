@@ -97,6 +97,29 @@ def test_a_number_that_moves_by_itself_and_is_each_ranks_own_is_state(
     assert (both in finding.verdict.evidence[0]) == (kind == "S28") == ("agree on limit" in finding.verdict.next)
 
 
+@pytest.mark.parametrize(
+    ("rates", "positions", "size", "kinds"),
+    [
+        ((0.1, 0.1), (1.0, 2.0), 100.0, []),
+        ((0.1, 0.1), (2.0, 4.0), 100.0, ["S22"]),
+        ((0.1, 0.1), (0.0, 0.0), 100.0, ["S22"]),
+        ((0.1, 0.1), (2.0, 4.0), 200.0, []),  # as much longer
+        ((0.1, 0.05), (2.0, 4.0), 100.0, []),  # a function that nobody sees may be as much longer
+    ],
+)
+def test_a_schedule_that_has_not_moved_is_known_by_where_it_stands(
+    rates: tuple[float, float], positions: tuple[float, float], size: float, kinds: list[str]
+) -> None:
+    def told(run: RunRecord, positions: tuple[float, float], size: float) -> None:
+        for step, rate, position in zip(run.steps, rates, positions, strict=True):
+            numbers = {"last_epoch": position, "step_size": size, "rates": [rate]}
+            step.state |= {f"StepLR.{key}": Part(None, torch.tensor(value)) for key, value in numbers.items()}
+
+    findings = judge(evidence(lambda runs: told(runs[1], positions, size), lambda run: told(run, (1.0, 2.0), 100.0)))
+    assert [finding.verdict.kind for finding in findings] == kinds
+    assert all("StepLR stands at" in f.verdict.what and "on rank 1, on one" in f.verdict.what for f in findings)
+
+
 def test_adam_has_no_cause_of_its_own() -> None:
     def adam(run: RunRecord) -> None:
         run.start.optimizers = ["Adam"]

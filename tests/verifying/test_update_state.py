@@ -28,13 +28,19 @@ def test_optimizers_are_found_in_what_build_returns() -> None:
     assert is_number(1) and is_number(torch.ones(1, 1)) and not is_number(torch.ones(2)) and not is_number("1")
 
 
-def test_schedulers_beside_optimizers_are_left_to_the_program() -> None:
-    one = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(one)
-    for some in ([one, scheduler], {"a": one, "b": scheduler}):
+def test_schedulers_beside_optimizers_are_known_by_where_they_stand() -> None:
+    one = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    schedulers = torch.optim.lr_scheduler.StepLR(one, 100), torch.optim.lr_scheduler.ReduceLROnPlateau(one)
+    for some in ([one, *schedulers], {"a": one, "b": schedulers[0], "c": schedulers[1]}):
         made = nn.Linear(1, 1), some
         assert built(made) == made and optimizers_of(some) == [one]
-        assert list(states_of(some, {})) == []
+    one.step()
+    schedulers[0].step()
+    found = states_of([one, *schedulers], {})
+    numbers: dict[str, Any] = {name: value.tolist() for name, (_, value) in found.items()}
+    assert (numbers["StepLR.last_epoch"], numbers["StepLR.step_size"], numbers["StepLR.rates"]) == (1.0, 100.0, [0.5])
+    assert numbers["ReduceLROnPlateau 1.last_epoch"] == numbers["ReduceLROnPlateau 1.num_bad_epochs"] == 0.0
+    assert not any("_step_count" in name for name in found)
 
 
 @pytest.mark.parametrize(

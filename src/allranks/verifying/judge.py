@@ -21,7 +21,7 @@ from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.gradient_causes import explain_gradients
 from allranks.verifying.start_causes import judge_start
-from allranks.verifying.update_causes import explain_parameters, judge_settings, judge_updates
+from allranks.verifying.update_causes import explain_parameters, judge_schedules, judge_settings, judge_updates
 
 LEDGER = "ledger"
 OF_EACH = "return each rank's own loss, or the world's: sum numerators and counts over ranks, and divide once"
@@ -43,7 +43,7 @@ def judge(evidence: Evidence, *, start: bool = True) -> list[Finding]:
     kinds = {finding.verdict.kind for finding in chain}
     findings = chain + [finding for finding in apart if finding.verdict.kind not in kinds]
     if not findings:
-        findings += _reported(evidence)
+        findings += _first(evidence, judge_schedules) or _reported(evidence)
     if not chain:
         findings += judge_resume(evidence) + judge_evaluation(evidence)
     return findings

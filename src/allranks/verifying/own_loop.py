@@ -257,6 +257,7 @@ class OwnLoop:
         self._step.buffers = look.parts_of(look.logical_buffers(self._model))
         self._step.state = states_of(self._optimizer, parameters) | scaler_states(self._scalers)
         if self.program.state is not None:
+            self.record.keeps = True
             kept = reported(self.program.state(self._model, self._optimizer), "state")
             self._step.kept = {name: _kept(value) for name, value in kept.items()}
 

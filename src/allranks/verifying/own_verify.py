@@ -30,6 +30,7 @@ from allranks.verifying.own_ranks import RankFailed, in_its_own, run_in_own_prec
 from allranks.verifying.program import Program
 from allranks.verifying.recording import OneDevice, RunRecord, saves_of
 from allranks.verifying.start_causes import judge_start, places_of, unplaced
+from allranks.verifying.unmatched import judge_unmatched
 from allranks.verifying.unverified import Unverified, failing
 from allranks.verifying.update_state import align_settings
 from allranks.verifying.world_view import say_shared, view_of
@@ -196,7 +197,7 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
     lengths = {len(record.steps) for record in (one.run, *ranks)}  # of several, that is what is wrong
     if one.lowered is not None and len(lengths) == 1 and evidence.num_steps:
         return _in_its_own_precision(evidence)
-    findings = judge(evidence)
+    findings = judge(evidence) or judge_unmatched(evidence)
     cast = bool(in_own_precision.cache_info().currsize) and not {each.verdict.kind for each in findings} & {*VALUES}
     if not findings and all(run.resumed is not None for run in ranks):
         saving = in_its_own(_of_ranks(setting)) if cast else _of_ranks(setting)  # the save that can be exact
@@ -231,6 +232,8 @@ def not_tried(ranks: Sequence[RunRecord], num_steps: int) -> tuple[str, ...]:
         told.append("no evaluation was tried: the program has no evaluate")
     elif not any(run.evaluation for run in ranks):
         told.append("no evaluation was compared: evaluate returns nothing")
+    if run.keeps and not any(record.kept for one in ranks for record in one.steps):
+        told.append("nothing that is kept was compared: state returns nothing")
     return tuple(told)
 
 

@@ -34,7 +34,7 @@ class Program:
             them, by the program's own skipping.
         micro_batches: into how many micro-batches a share of a list is cut.
         evaluate: (model, batches) -> {name: value}, or None; run on every process after the last step. A process that
-            leaves it to the others returns None.
+            leaves it to the others returns None; a name that ranks report and one device does not is a finding.
         validation: what it is measured on: one global batch, or a function (rank, world_size) -> batches.
         save, load: (model, optimizer, folder) -> None, on every process, or None; `load` gets what `build` has made
             anew. Of four steps and more there are two saves into one folder, the second after a load of the first.

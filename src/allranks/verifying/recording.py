@@ -171,6 +171,7 @@ class RunRecord:
         start: before the first step.
         steps: one by one.
         evaluation: name -> value, as the program measured it.
+        keeps: whether an own loop has a `state`, whatever that gives.
         evaluated: digests of the samples that it was measured on; evaluated_packed: as a step's `packed`.
         first: the number of the first of them: 0, or that of the step which a load has gone on with.
         saved_before: the step before which it was saved; 0: it was not.
@@ -188,6 +189,7 @@ class RunRecord:
     start: Start = field(default_factory=Start)
     steps: list[StepRecord] = field(default_factory=list)
     evaluation: dict[str, float] | None = None
+    keeps: bool = False
     evaluated: list[int] = field(default_factory=list)
     evaluated_packed: bool = False
     first: int = 0

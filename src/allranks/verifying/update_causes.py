@@ -8,6 +8,8 @@ import torch
 from allranks.verifying.assembly import Mismatch
 from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
+from allranks.verifying.recording import StepRecord
+from allranks.verifying.update_state import POSITION, RATES
 
 
 def judge_settings(evidence: Evidence, step: int) -> list[Finding]:
@@ -66,6 +68,41 @@ def _same_ratio(evidence: Evidence, rank: int, group: int) -> bool:
         if group < len(mine.settings) and group < len(due.settings) and due.settings[group].get("lr"):
             ratios.append(mine.settings[group].get("lr", math.nan) / due.settings[group]["lr"])
     return all(math.isclose(ratio, ratios[0], rel_tol=1e-9) for ratio in ratios)
+
+
+def judge_schedules(evidence: Evidence, step: int) -> list[Finding]:
+    """Whether schedulers that have not moved a rate yet stand where those of one device do.
+
+    One that has, to the same rates, is right wherever it stands: it may be stepped once a rank, and be as much longer.
+    One with other numbers, a longer one say, is another schedule.
+    """
+    one, ranks = evidence.step(step)
+    for name, (_, due) in one.state.items():
+        scheduler, _, key = name.rpartition(".")
+        if key != POSITION or f"{scheduler}.{RATES}" not in one.state or not _still(evidence, f"{scheduler}.{RATES}"):
+            continue
+        asked = [n for n in one.state if n.rpartition(".")[0] == scheduler and n != name and _still(evidence, n)]
+        for rank, record in enumerate(ranks):
+            held = record.state.get(name)
+            if held is None or torch.equal(held.value, due) or not all(_alike(record, one, other) for other in asked):
+                continue
+            factor = float(held.value) / float(due) if due else 0.0
+            axis = evidence.world.by_factor(factor, evidence.world.data_axis) if factor else evidence.world.data_axis
+            what = f"{scheduler} stands at {float(held.value):g} on rank {rank}, on one device at {float(due):g}"
+            said = "no learning rate has moved yet: it will, in another step than on one device"
+            return [found("S22", f"step {step}: {what}", said, axis=axis, step=step,
+                          factor=evidence.world.in_words(factor, axis) if factor else "")]  # fmt: skip
+    return []
+
+
+def _still(evidence: Evidence, name: str) -> bool:
+    """Whether a number of a scheduler is the same on one device in all steps."""
+    values = [step.state[name].value for step in evidence.one.run.steps if name in step.state]
+    return all(torch.equal(value, values[0]) for value in values)
+
+
+def _alike(record: StepRecord, one: StepRecord, name: str) -> bool:
+    return name in record.state and torch.equal(record.state[name].value, one.state[name].value)
 
 
 def judge_updates(evidence: Evidence, step: int) -> list[Finding]:

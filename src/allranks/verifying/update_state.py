@@ -16,6 +16,8 @@ from allranks.verifying.observation import part_of
 from allranks.verifying.recording import Part, Parts, RunRecord, StepRecord
 
 SCALING = ("unscale_", "step", "update")
+POSITION, RATES = "last_epoch", "rates"
+"""Of a scheduler: how often it was stepped, and what its optimizer's groups have by then."""
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 """Of torch's optimizers: how an update is computed, not which."""
 
@@ -86,7 +88,7 @@ def _align(step: StepRecord, one: StepRecord) -> None:
 
 
 def states_of(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Parts:
-    """The tensors that optimizers keep for each of these parameters, as "exp_avg.NAME"."""
+    """The tensors that optimizers keep for each of these parameters, as "exp_avg.NAME"; and schedulers' numbers."""
     names, found = {id(parameters[name]): name for name in reversed(list(parameters))}, Parts()
     for one in optimizers_of(optimizer):
         for parameter, state in getattr(one, "state", {}).items():
@@ -94,6 +96,21 @@ def states_of(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Parts:
             for key, value in state.items() if name is not None and isinstance(state, Mapping) else ():
                 if isinstance(value, torch.Tensor):
                     found[f"{key}.{name}"] = part_of(value)
+    return found | _scheduler_states(optimizer)
+
+
+def _scheduler_states(optimizer: Any) -> Parts:
+    """Of each scheduler where it stands, its other numbers and its rates, as "StepLR.last_epoch" and "StepLR.rates".
+
+    Not what it keeps for its own use, such as the count of its calls: a scheduler that was put where it stood is right.
+    """
+    found: Parts = {}
+    for place, one in enumerate(one for one in _each(optimizer) if isinstance(one, LRScheduler)):
+        name = f"{type(one).__name__}{f' {place}' if place else ''}"
+        numbers = {key: float(v) for key, v in vars(one).items() if not key.startswith("_") and is_number(v)}
+        rates = [float(group["lr"]) for group in one.optimizer.param_groups]
+        for key, value in {**numbers, RATES: rates}.items():
+            found[f"{name}.{key}"] = Part(None, torch.tensor(value, dtype=torch.float64))
     return found
 
 
