@@ -1,6 +1,7 @@
 """TensorBoard's points on a disk that refuses them for a while: held back, written later, and what is lost is told."""
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from allranks.errors import RunError
 from allranks.observing import board as board_module
+from allranks.observing import tensorboard
 from allranks.observing.board import Board
+from allranks.observing.tensorboard import ScalarWriter
 
 
 class Disk(io.RawIOBase):
@@ -89,6 +92,33 @@ def test_a_place_that_refuses_at_first_is_tried_again(tmp_path: Path) -> None:
     board.flush()
     board.close()
     assert steps(tmp_path / "tb") == [1, 2] and len(warned) == 1
+
+
+def test_a_refusal_that_is_over_keeps_no_point_from_the_file(tmp_path: Path) -> None:
+    (tmp_path / "tb").touch()
+    warned = list[str]()
+    board: Any = Board(tmp_path / "tb", None, warned.append)
+    board.add(1, 1.0, {"loss": 1.0})
+    board.write_down()
+    board._opening.join()  # refused, and nobody has looked since
+    (tmp_path / "tb").unlink()
+    board.flush()
+    board.close()
+    assert steps(tmp_path / "tb") == [1] and len(warned) == 1
+
+
+def test_a_file_that_is_opened_late_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*given: Any, **named: Any) -> ScalarWriter:
+        time.sleep(0.2)
+        return ScalarWriter(*given, **named)
+
+    monkeypatch.setattr(tensorboard, "ScalarWriter", slow)
+    board: Any = Board(tmp_path, None, None)
+    board.add(1, 1.0, {"loss": 1.0})
+    board.write_down()
+    board.close()
+    board._opening.join()
+    assert board._writer._file.closed
 
 
 def test_where_nobody_is_told_it_is_raised(tmp_path: Path) -> None:

@@ -205,6 +205,18 @@ def test_a_torn_line_is_left_alone_on_a_full_disk_too(tmp_path: Path, monkeypatc
     assert path.read_text().splitlines()[:2] == ['{"t": 2.0, "ev', '{"t": 1.0, "event": "start"}']
 
 
+def test_a_line_after_the_end_is_an_error_and_no_full_disk(tmp_path: Path) -> None:
+    warned = list[str]()
+    journal = Journal(tmp_path / "j.jsonl", warn=warned.append)
+    journal.write("end")
+    journal.close()
+    with pytest.raises(ValueError, match=r"j\.jsonl is closed"):
+        journal.write("step")
+    with pytest.raises(ValueError, match=r"j\.jsonl is closed"):
+        journal.flush()
+    assert not warned and len(read(journal.path)) == 1
+
+
 def test_a_place_that_refuses_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot be written"):

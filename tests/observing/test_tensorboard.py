@@ -92,3 +92,29 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot be written: Not a directory"):
         ScalarWriter(tmp_path / "file" / "tensorboard")
+
+
+class FullDisk(io.RawIOBase):
+    """Gives a file its name, and takes nothing of it."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_file_that_takes_nothing_when_it_is_opened_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever tries again each second would fill the directory with empty ones."""
+
+    def open_full(path: Path, mode: str, buffering: int) -> io.BufferedWriter:
+        path.touch(exist_ok=False)
+        return io.BufferedWriter(FullDisk(), buffering)
+
+    monkeypatch.setattr(Path, "open", open_full)
+    for purge_from in (None, 4):
+        with pytest.raises(RunError, match=r"tfevents.* cannot be written: No space left on device; make room there"):
+            ScalarWriter(tmp_path, purge_from=purge_from)
+    assert not list(tmp_path.iterdir())

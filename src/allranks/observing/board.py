@@ -76,14 +76,17 @@ class Board:
 
     def flush(self) -> None:
         """Wait for the library, if there is anything to write, and bring everything to the file; as `write_down`."""
+        self._settle()
+        if self._error is not None:  # of a time that is over: it is tried again now
+            self._bear(self._error)
         for _ in range(2):  # the first may find nothing open
-            if self._opening is not None:
-                self._opening.join()
+            self._settle()
             self._next_write = 0.0
             self.write_down()
 
     def close(self) -> None:
         """Close the file, if one was opened; what it has not taken is lost, and told."""
+        self._settle()
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -96,6 +99,11 @@ class Board:
         if self._num_lost and self._warn is not None:
             self._warn(f"{self._num_lost} steps are not in {self._directory}, which could not be written for too long")
         self._num_lost = 0
+
+    def _settle(self) -> None:
+        """Wait until the file is open, or was refused."""
+        if self._opening is not None:
+            self._opening.join()
 
     def _bear(self, error: BaseException) -> None:
         if self._warn is None or not isinstance(error, RunError):

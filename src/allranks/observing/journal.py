@@ -92,19 +92,27 @@ class Journal:
 
         Raises:
             RunError: the file system refuses (full, read-only), and lines are not held back.
+            ValueError: it is closed.
         """
         self.append([{"t": time.time() if t is None else t, "event": event, **fields}])
 
     def append(self, lines: Sequence[Mapping[str, object]]) -> None:
-        """Append lines that have their `t` and `event`, all in one system call. Raises RunError, as `write` does."""
+        """Append lines that have their `t` and `event`, all in one system call. Raises as `write` does."""
         content = b"".join(map(_line, lines))
         with self._lock:
+            self._check_open()
             self._hold(content)
             self._write_held()
 
     def flush(self) -> None:
-        """See that every line stands in the file. Raises RunError: some do not; they stay held back."""
+        """See that every line stands in the file.
+
+        Raises:
+            RunError: some do not; they stay held back.
+            ValueError: it is closed.
+        """
         with self._lock:
+            self._check_open()
             if (refused := self._write_held()) is not None:
                 reason = refused.strerror or str(refused)
                 raise RunError(f"lines of {self.path} cannot be written: {reason}; make room there")
@@ -121,6 +129,10 @@ class Journal:
                 lost = self._num_lost + sum(map(_num_lines, self._held))
                 self.warn(f"the last {lost} lines of {self.path} are lost: {refused.strerror or refused}")
             self._held.clear()
+
+    def _check_open(self) -> None:
+        if self._descriptor < 0:  # else the system's refusal would pass for a disk's, and the line wait for ever
+            raise ValueError(f"{self.path} is closed: nothing is written to it any more")
 
     def _hold(self, content: bytes) -> None:
         self._held.append(content)

@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -49,11 +49,18 @@ class ScalarWriter:
         self._checksum = _Checksum()
         self._headers: dict[int, bytes] = {}
         self._templates: dict[tuple[str, ...], tuple[Any, list[Any]]] = {}
-        self._append(Event(wall_time=time.time(), file_version=FILE_VERSION))
-        if purge_from is not None:
-            restart = SessionLog(status=SessionLog.START)
-            self._append(Event(wall_time=time.time(), step=purge_from, session_log=restart))
-        self.flush()
+        try:
+            self._append(Event(wall_time=time.time(), file_version=FILE_VERSION))
+            if purge_from is not None:
+                restart = SessionLog(status=SessionLog.START)
+                self._append(Event(wall_time=time.time(), step=purge_from, session_log=restart))
+            self.flush()
+        except RunError:  # a full disk gives a file its name and takes nothing of it: whoever tries again makes another
+            with suppress(OSError):
+                self._file.close()
+            with suppress(OSError):
+                self.path.unlink()
+            raise
 
     def write(self, step: int, wall_time: float, points: Mapping[str, float]) -> None:
         """Add one event: every point (tag -> value) at `step`; it is on the disk after the next flush."""
