@@ -1,6 +1,9 @@
 """Whole runs that go back behind a spike: equal to runs that never saw these samples, whatever was killed meanwhile."""
 
+import errno
 import json
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from allranks.errors import CheckpointError, ConfigError, RollbackError, RunErro
 from allranks.fault_points import Fault
 from allranks.left_out import LeftOut
 from allranks.run import Run
-from allranks.training.rollbacks import ledger_between, told_at_start
+from allranks.training.rollbacks import add_range, ledger_between, told_at_start
 from tests.commands import PROGRAMS, allranks, restart_seconds
 from tests.distributed.pool import Pools
 from tests.training.runs import QUICK, digests, events, losses, manifest, same_run, saved, start, train, train_outside
@@ -188,6 +191,29 @@ def test_before_the_range_is_written_nothing_has_happened(tmp_path: Path, monkey
     assert "positions 100 to 129" in go_back(run, resume=True)
     assert train(None, resume=run) == 0
     assert Run.open(run).config().data.skip == "100:130" and len(losses(run)) == 20
+
+
+def test_a_journal_that_takes_no_lines_keeps_no_rank_from_going_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The range is written already: started again, the run goes around it."""
+    run, full, write = tmp_path / "run", threading.Event(), os.write
+
+    def add_and_fill(*given: Any) -> None:
+        add_range(*given)
+        full.set()
+
+    def refuse(descriptor: int, content: bytes) -> int:
+        if full.is_set() and os.readlink(f"/proc/self/fd/{descriptor}").endswith("rank-00000.jsonl"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("allranks.training.worker.add_range", add_and_fill)
+        patched.setattr(os, "write", refuse)
+        assert "leaves out positions 100 to 129" in go_back(run, bad(13))
+    assert full.is_set() and not events(run, "verdict") and Run.open(run).config().data.skip == "100:130"
+    assert train(None, resume=run) == 0 and len(losses(run)) == 20
 
 
 def test_a_window_that_was_killed_and_resumed_knows_the_spike(tmp_path: Path) -> None:

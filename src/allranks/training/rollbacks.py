@@ -11,13 +11,14 @@ No step is saved before its loss was judged: the newest checkpoint always lies b
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn, final
 
 from allranks.data.micro_step import StepBatch
 from allranks.data.stream import DataStream
 from allranks.digest import ledger_sum
-from allranks.errors import ConfigError, RollbackError, SpikeError
+from allranks.errors import ConfigError, RollbackError, RunError, SpikeError
 from allranks.run import Run
 from allranks.stepping.agreement import Pending
 from allranks.stepping.session import Session
@@ -111,7 +112,8 @@ class Rollbacks:
         if processes.rank == 0:
             self._leave_out(first, past)
         self._tell(verdict, step)
-        self._saves.flush()
+        with suppress(RunError):  # the range is written: lines that wait for their disk keep no rank from going back
+            self._saves.flush()
         processes.barrier()  # else another rank's end could have the workers killed before it is written and told
         raise RollbackError(f"{verdict.what}; started again, or with --resume, it goes on from there")
 
