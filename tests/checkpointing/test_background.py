@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from allranks.checkpointing import commit
 from allranks.checkpointing.background import BackgroundSave
-from allranks.checkpointing.checkpoint import Checkpoint, newest_good, verify_files
+from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, newest_good, verify_files
 from allranks.checkpointing.retention import prune
 from allranks.checkpointing.stage import Stage
 from allranks.checkpointing.writing import write_file
-from allranks.errors import CheckpointError
+from allranks.errors import CheckpointError, RunError
 from tests.checkpointing.worlds import begin, parts, save_alone, save_together, whole_tensors
 from tests.distributed.pool import Pools
 
@@ -122,7 +122,7 @@ def test_nothing_counts_that_reads_back_otherwise(tmp_path: Path) -> None:
 
 def test_what_must_stand_before_the_commit_keeps_it_from_being_one(tmp_path: Path) -> None:
     def refuse() -> None:
-        raise OSError(errno.EROFS, "Read-only file system", "journal")
+        raise RunError("journal: Read-only file system")
 
     seen = list[Checkpoint]()
     message = refused(begin(tmp_path, before_commit=refuse, after_commit=seen.append))
@@ -130,6 +130,21 @@ def test_what_must_stand_before_the_commit_keeps_it_from_being_one(tmp_path: Pat
     save = begin(tmp_path, after_commit=seen.append)
     save.settle()
     assert [one.path for one in seen] == [save.place.target]
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_an_error_that_is_no_refusal_is_raised_as_it_is(tmp_path: Path, heard: bool) -> None:
+    def fail() -> None:
+        raise ValueError("a reduction failed")
+
+    save = begin(tmp_path, before_commit=fail)
+    if heard:
+        wait_for(lambda: save.written)
+        save.all_have_written()
+        wait_for(lambda: save.failed)
+    with pytest.raises(ValueError, match=r"^a reduction failed$"):
+        save.fail() if heard else save.settle()
+    assert not list_checkpoints(tmp_path)
 
 
 def test_it_is_not_told_of_before_what_follows_the_commit_is_done(tmp_path: Path) -> None:

@@ -149,6 +149,17 @@ def test_what_has_to_stand_before_a_copy_counts_and_does_not_is_told_on_every_ra
 
 
 @pytest.mark.distributed
+def test_an_error_that_is_no_refusal_ends_the_first_rank_and_the_others_meet_its_loss(
+    pool: Pools, tmp_path: Path
+) -> None:
+    def fail() -> None:
+        raise ValueError("a reduction failed")
+
+    with pytest.raises(ValueError, match="a reduction failed"):
+        pool(2).run(lambda: save_here(tmp_path, ((0,), (1,)), before_commit=fail))
+
+
+@pytest.mark.distributed
 def test_the_first_word_is_everyones(pool: Pools) -> None:
     def case() -> list[str]:
         rank, group, cpu = dist.get_rank(), dist.group.WORLD, torch.device("cpu")

@@ -236,6 +236,17 @@ def test_what_has_to_stand_before_it_counts_and_does_not_is_told_on_every_rank(p
     assert len(set(found)) == 1 and "was not saved: rank 0: lines are missing; " in found[0] and names(tmp_path) == []
 
 
+def test_an_error_that_is_no_refusal_ends_the_first_rank_and_is_no_failed_save(tmp_path: Path) -> None:
+    """Who bears failed saves would look for it at the disk, and the next save would meet it too."""
+
+    def fail() -> None:
+        raise ValueError("a reduction failed")
+
+    with pytest.raises(ValueError, match=r"^a reduction failed$"):
+        save_alone(tmp_path, before_commit=fail)
+    assert list_checkpoints(tmp_path) == []
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("without", ["the file of a rank", "a replicated tensor"])
 def test_a_tensor_that_nobody_writes_is_refused(pool: Pools, tmp_path: Path, without: str) -> None:

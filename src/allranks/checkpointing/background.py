@@ -30,7 +30,7 @@ from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.commit import Share, commit, explain
 from allranks.checkpointing.exchange import broadcast_bytes, gather_bytes
 from allranks.checkpointing.portion import Place, Portion, failed_share, write_portion
-from allranks.checkpointing.save import give_up, refusal
+from allranks.checkpointing.save import give_up, refusal, why_refused
 from allranks.durable import write_synced
 from allranks.errors import CheckpointError
 
@@ -67,7 +67,8 @@ class BackgroundSave:
         world: who saves.
         ready: waits until the copies are there.
         proves: whether the file is read back and compared with the portion's digests before it counts as written.
-        before_commit: called on the first rank, in the thread; what it raises keeps the checkpoint from being one.
+        before_commit: called on the first rank, in the thread; as of `save`, where what ends this rank is raised by
+            `settle`.
         after_commit: likewise, afterwards; it may delete what other saves have left, because none is under way.
 
     Attributes:
@@ -91,6 +92,7 @@ class BackgroundSave:
         self._ready, self._proves = ready, proves
         self._before_commit, self._after_commit = before_commit, after_commit
         self._error = ""
+        self._ends: Exception | None = None
         self._written = self._agreed = self._named = self._committed = False
         self._abandoned = threading.Event()
         self._thread = self._start(self._write)
@@ -153,6 +155,7 @@ class BackgroundSave:
         Raises:
             CheckpointError: naming rank, path and reason; what was there before is untouched.
             ProcessError: a peer was lost.
+            Exception: on the first rank: what `before_commit` has raised, if that ends this rank.
         """
         world, place = self._world, self.place
         self._thread.join()
@@ -164,6 +167,8 @@ class BackgroundSave:
                 self.all_have_written()
                 self._thread.join()
                 errors = [self._error] if self._error else []
+            if self._ends is not None:
+                raise self._ends
             more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
             if errors:
                 answer = errors[0] if self._named else refusal(place, errors[0] + more)
@@ -212,7 +217,13 @@ class BackgroundSave:
         place = self.place
         assert isinstance(self._portion, Portion)
         try:
-            self._before_commit()
+            refused = why_refused(self._before_commit)
+        except Exception as error:  # raised by `settle`, on the thread whose end it is
+            self._ends, self._error = error, failed_share(place, self._world.rank, error).error
+            return
+        try:
+            if refused is not None:
+                raise refused
             fault_points.reach("background.commit")
             shares = _take_shares(place.temporary, self._world.size)
             state: Mapping[str, Any] = self._portion.state

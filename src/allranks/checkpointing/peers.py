@@ -30,7 +30,7 @@ from allranks.checkpointing.manifest import FileRecord, Manifest, parse_manifest
 from allranks.checkpointing.parts import Parts
 from allranks.checkpointing.portion import Place, file_name, place_of
 from allranks.checkpointing.reading import COMMITTED_FILE
-from allranks.checkpointing.save import NOT_SAVED, gather_shares, write_own
+from allranks.checkpointing.save import NOT_SAVED, gather_shares, why_refused, write_own
 from allranks.checkpointing.tensor_file import OpenFile
 from allranks.durable import sync, write_synced
 from allranks.errors import CheckpointError
@@ -106,11 +106,13 @@ def save_on_hosts(
     shares = gather_shares(share, group, device)
     answer = b""
     if shares:
+        refused = why_refused(before_commit)
         try:
             if len(shares) != world_size:
                 raise CheckpointError(f"{len(shares)} ranks save, {world_size} should")
             check_errors(shares)
-            before_commit()
+            if refused is not None:
+                raise refused
             manifest = merge(header, shares, portion.state, torch.__version__, str(place.target))
             answer = b"written" + render_manifest(manifest).encode()
         except Exception as error:

@@ -7,6 +7,7 @@
     exchange      the manifest, or why there is none: every rank returns, or every rank raises
 
 No rank stops between two exchanges: what fails on one is carried to all, so none waits for another that has given up.
+An error that is none of the save's, which the first rank only meets here, ends that rank as it would anywhere else.
 """
 
 import json
@@ -25,7 +26,7 @@ from allranks.checkpointing.exchange import broadcast_bytes, gather_bytes
 from allranks.checkpointing.manifest import parse_manifest, render_manifest
 from allranks.checkpointing.parts import Parts
 from allranks.checkpointing.portion import Place, Portion, failed_share, place_of, portion_of, write_portion
-from allranks.errors import CheckpointError
+from allranks.errors import CheckpointError, RunError
 from allranks.recorded import note_device_error
 
 NOT_SAVED: Final = "was not saved"
@@ -64,7 +65,8 @@ def save(
         device: where the group's backend wants its tensors; the CPU by default.
         tells: whether this rank says what it holds, whoever writes it; one rank for each part of the model. By default
             the first one, which holds something of everything.
-        before_commit: called on the first rank; what it raises keeps the checkpoint from being one.
+        before_commit: called on the first rank; a RunError keeps the checkpoint from being one, on every rank, and
+            whatever else it raises ends this rank, whose loss the others meet.
 
     Raises:
         CheckpointError: on every rank, naming rank, path and reason; what was there before is untouched.
@@ -78,10 +80,12 @@ def save(
     shares = gather_shares(share, group, device)
     answer = b""
     if first:
+        refused = why_refused(before_commit)
         try:
             if len(shares) != world_size:
                 raise CheckpointError(f"{len(shares)} ranks save, {world_size} should")
-            before_commit()
+            if refused is not None:
+                raise refused
             manifest = commit(place.temporary, place.target, header, shares, portion.state, torch.__version__)
             answer = b"saved" + render_manifest(manifest).encode()
         except Exception as error:
@@ -92,6 +96,17 @@ def save(
         raise CheckpointError(answer.decode())
     manifest = parse_manifest(answer.removeprefix(b"saved"), str(place.target / MANIFEST_FILE))
     return Checkpoint(place.target, manifest)
+
+
+def why_refused(before_commit: Callable[[], None]) -> RunError | None:
+    """Call it; the RunError that keeps a checkpoint from being one. Whatever else it raises is no failure of the save:
+    another one would meet it too, and who bore it would look for the fault at the disk.
+    """
+    try:
+        before_commit()
+    except RunError as error:
+        return error
+    return None
 
 
 def write_own(
