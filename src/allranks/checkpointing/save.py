@@ -65,22 +65,19 @@ def save(
         device: where the group's backend wants its tensors; the CPU by default.
         tells: whether this rank says what it holds, whoever writes it; one rank for each part of the model. By default
             the first one, which holds something of everything.
-        before_commit: called on the first rank; a RunError keeps the checkpoint from being one, on every rank, and
-            whatever else it raises ends this rank, whose loss the others meet.
+        before_commit: called on the first rank; its RunError keeps the checkpoint from being one, else `why_refused`.
 
     Raises:
         CheckpointError: on every rank, naming rank, path and reason; what was there before is untouched.
         ProcessError: a peer was lost.
     """
-    device = device or torch.device("cpu")
-    place = place_of(directory, header, token)
+    device, place = device or torch.device("cpu"), place_of(directory, header, token)
     first = group is None or dist.get_rank(group) == 0
     tells = first if tells is None else tells
     portion, share = write_own(place, parts, rank, aliases, state, tells=tells, looks=first)
     shares = gather_shares(share, group, device)
-    answer = b""
+    answer, refused = b"", why_refused(before_commit) if first else None
     if first:
-        refused = why_refused(before_commit)
         try:
             if len(shares) != world_size:
                 raise CheckpointError(f"{len(shares)} ranks save, {world_size} should")
@@ -100,7 +97,8 @@ def save(
 
 def why_refused(before_commit: Callable[[], None]) -> RunError | None:
     """Call it; the RunError that keeps a checkpoint from being one. Whatever else it raises is no failure of the save:
-    another one would meet it too, and who bore it would look for the fault at the disk.
+    another one would meet it too, and who bore it would look for the fault at the disk. So it ends this
+    rank, whose loss the others meet.
     """
     try:
         before_commit()
