@@ -44,13 +44,27 @@ def test_as_many_numbers_as_samples_on_one_side_alone_are_no_noise_for_them() ->
 
 def test_a_mask_of_as_many_rows_as_one_device_has_samples_is_no_noise_for_them() -> None:
     def answer(alone: set[tuple[int, ...]], *ranks: set[tuple[int, ...]]) -> Answer:
-        runs = [RunRecord(unclaimed=shapes) for shapes in (alone, *ranks)]
-        return Answer((found("S16", "off"),), OneDevice(runs[0]), runs[1:])
+        mask = StepRecord(rows=[0, 1, 2, 3], draws=[shared(1, (4, 4))])
+        runs = [RunRecord(unclaimed=shapes) for shapes in ranks]
+        return Answer((found("S16", "off"),), OneDevice(RunRecord(steps=[mask], unclaimed=alone)), runs)
 
     assert least_dims_alike(answer(set(), {(4, 4)}, {(4, 4)})) == NO_NOISE
     assert least_dims_alike(answer({(7, 4)}, {(4, 4), (7, 4)}, set())) == NO_NOISE
     assert least_dims_alike(answer({(7, 4)}, {(7, 4)}, {(7, 4)})) == 1
     assert least_dims_alike(answer(set(), {(), (4,)}, set())) == 1, "of single numbers it is seen by their number"
+
+
+def test_what_ranks_draw_for_no_samples_excuses_nothing_that_is_drawn_alike_for_each() -> None:
+    """What a compression draws, say: what differs was not looked for after it."""
+
+    def answer(shape: tuple[int, ...], drawn: tuple[int, ...] = (2, 4)) -> Answer:
+        one = RunRecord(steps=[StepRecord(rows=[0, 1, 2, 3], draws=[shared(1, (4, 4))])])
+        rank = RunRecord(steps=[StepRecord(rows=[0, 1], draws=[shared(1, drawn)])], unclaimed={shape})
+        return Answer((found("S16", "off"),), OneDevice(one), [rank])
+
+    assert least_dims_alike(answer((3, 5))) == 1
+    assert least_dims_alike(answer((3, 4))) == NO_NOISE, "of samples, as those of one device"
+    assert least_dims_alike(answer((3, 5), (1, 4))) == NO_NOISE, "it may be the rest"
 
 
 def test_noise_of_own_generators_is_counted_on_both_sides() -> None:

@@ -25,15 +25,19 @@ def least_dims_alike(answer: Answer) -> int:
 
     Where one device and a rank that has samples do not draw one number for each of them equally often, as many numbers
     as samples have been taken for noise by chance on one side alone. And what ranks draw for no samples, in a shape in
-    which one device does not, is on one device a row for each of its samples: by chance (a mask of as many rows), or it
-    is noise that ranks draw for other samples than those of a whole micro-batch. What was found may come of that.
+    which one device does not, may be there a row for each of its samples: by chance (a mask of as many rows), or it is
+    noise that ranks draw for other samples than those of a whole micro-batch. Then some noise there has such rows, or
+    is drawn otherwise often for each sample; else it is for none, and what was found does not come of it.
     """
     if not answer.findings or answer.one is None or answer.noise is not None:
         return 1
     one = answer.one.run
-    if any(len(shape) > 1 for run in answer.ranks for shape in run.unclaimed - one.unclaimed):
+    runs = [one, *answer.ranks]
+    others = {shape[1:] for run in answer.ranks for shape in run.unclaimed - one.unclaimed if len(shape) > 1}
+    rows = {draw.shape[1:] for step in one.steps for draw in step.drawn if draw.shared}
+    if others & rows or (others and not _is_alike(runs, lambda draw: draw.shared and not draw.single)):
         return NO_NOISE
-    return 1 if _is_alike([one, *answer.ranks], lambda draw: draw.single) else 2
+    return 1 if _is_alike(runs, lambda draw: draw.single) else 2
 
 
 def _is_alike(runs: Sequence[RunRecord], is_one: Kind) -> bool:
