@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 import allranks
 from allranks.config import resolve_config
-from allranks.errors import LayoutError
 from allranks.hints import TensorStyle
+from allranks.stepping import whole_check
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import session_of
 from tests.training.own.cases import refusal, sgd
@@ -36,6 +37,8 @@ class Net(nn.Module):
             self.head.weight = self.emb.weight
 
     def forward(self, tokens: torch.Tensor) -> Any:
+        if self.kind == "itself":
+            self.up.weight.requires_grad_(True)
         x = self.emb(tokens).to(self.emb.weight)
         x = x + self.down(torch.tanh(self.up(x))) + self.emb.weight.detach().mean() * 0.0
         match self.kind:
@@ -47,6 +50,10 @@ class Net(nn.Module):
                 return x + functional.embedding(tokens, self.emb.weight)
             case "transposed":
                 return x @ self.emb.weight.T
+            case "later":
+                return x @ self.emb.weight.T + self.bias
+            case "zero":  # against parameters without a gradient
+                return x + 0.0 * sum(parameter.sum() for parameter in self.parameters())
             case "module":
                 return self.head(x) + self.bias
             case "shared":
@@ -93,38 +100,70 @@ def test_what_the_refusal_advises_computes_the_same(pool: Pools, tmp_path: Path)
     assert pool(2).run(told) == [["nothing was refused"] * 3] * 2
 
 
+@pytest.mark.distributed
+def test_a_use_that_changes_nothing_is_none(pool: Pools, tmp_path: Path) -> None:
+    def told() -> list[str]:
+        return [loop(tmp_path, kind, RULES) for kind in ("zero", "itself")]
+
+    assert pool(2).run(told) == [["nothing was refused"] * 2] * 2
+
+
 class Words(allranks.Task):
-    """The same as a Task."""
+    """The same as a Task, whose loss may use a parameter, too."""
 
     kind: str = "linear"
 
     def model(self) -> nn.Module:
-        return Net(self.kind)
+        self.net = Net(self.kind)
+        return self.net
 
     def dataset(self, split: str) -> Any:
         return samples() if split == "train" else None
 
     def loss(self, output: Any, batch: Any) -> Any:
-        return loss_of(output, batch)
+        loss = loss_of(output, batch)
+        return loss + 0.0 * self.net.emb.weight.sum() if self.kind == "loss" else loss
 
     def hints(self) -> allranks.Hints:
         return allranks.Hints(tensor=RULES)
 
 
+def start(kind: str) -> str:
+    task = Words()
+    task.kind = kind
+    overrides = ["train.steps=1", "train.global_batch=8"]
+    return refusal(
+        lambda: session_of(task, resolve_config(task_defaults={}, toml=None, overrides=overrides, layout="tp=2"))
+    )
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["linear", "bias", "shared"])
 def test_a_task_is_told_so_at_the_start(pool: Pools, kind: str) -> None:
-    def start() -> str:
-        task = Words()
-        task.kind = kind
-        with pytest.raises(LayoutError) as caught:
-            session_of(
-                task,
-                resolve_config(
-                    task_defaults={}, toml=None, overrides=["train.steps=1", "train.global_batch=8"], layout="tp=2"
-                ),
-            )
-        return str(caught.value)
-
-    for said in pool(2).run(start):
+    for said in pool(2).run(start, kind):
+        assert said.startswith("LayoutError: test_tensor_uses.py:")
         assert "uses emb.weight outside of its module" in said
+
+
+@pytest.mark.distributed
+def test_what_fails_after_such_a_use_names_it(pool: Pools) -> None:
+    for said in pool(2).run(start, "later"):
+        assert said.startswith("TaskError: Words fails on the first samples")
+        assert "must match the size" in said and "uses emb.weight outside of its module" in said
+
+
+@pytest.mark.distributed
+def test_a_loss_may_use_one_where_that_changes_nothing(pool: Pools) -> None:
+    assert pool(2).run(start, "loss") == ["nothing was refused"] * 2
+
+
+@pytest.mark.distributed
+def test_where_nothing_is_compared_every_use_is_refused(pool: Pools) -> None:
+    def told() -> list[str]:
+        with patch.object(whole_check, "LARGEST_FLOPS", -1.0):
+            return [start(kind) for kind in ("zero", "itself")]
+
+    for zero, itself in pool(2).run(told):
+        assert zero.startswith("LayoutError: test_tensor_uses.py:") and "uses emb.weight outside of its module" in zero
+        assert "the cut model was not compared with the whole one: one process would need" in zero
+        assert itself == "nothing was refused"

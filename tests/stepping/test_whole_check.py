@@ -15,7 +15,7 @@ from torch.nn import functional
 from allranks.errors import LayoutError
 from allranks.hints import Hints, TensorStyle
 from allranks.models.moe import Experts
-from allranks.stepping.whole_check import UNCOMPARED
+from allranks.stepping.uncompared import UNCOMPARED
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
 from tests.distributed.tasks import MODELS, Tiny

@@ -62,6 +62,7 @@ class Spread:
         context: how sequences are cut over the cp ranks; None where they are not.
         hook: how DDP's gradients travel; None where they go whole.
         placement: which module lies on which of this process's devices; None where it has one.
+        part_uses: line -> a parameter that tp has cut, which it computes with beside its module (tensor_uses.py).
     """
 
     modules: dict[str, nn.Module]
@@ -82,6 +83,7 @@ class Spread:
     context: Context | None = None
     hook: DdpHook | None = None
     placement: Placement | None = None
+    part_uses: dict[str, str] = field(default_factory=dict)
     _scalars: tuple[torch.Tensor, ...] = ()
     _held_back: list[Any] = field(default_factory=list)
     _told: dict[nn.Module, tuple[bool, bool]] = field(default_factory=dict)

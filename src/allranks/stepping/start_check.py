@@ -36,8 +36,9 @@ from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss
 from allranks.stepping.transfer_cost import TransferCost, measure_transfers
+from allranks.stepping.uncompared import UNCOMPARED, pass_uncompared
 from allranks.stepping.unused_search import search_unused
-from allranks.stepping.whole_check import UNCOMPARED, check_whole, pass_uncompared
+from allranks.stepping.whole_check import check_whole
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
 from allranks.units import format_seconds
 from allranks.users_code import user_line

@@ -29,12 +29,12 @@ from allranks.parallel.spread import Spread, is_gpu
 from allranks.parallel.stage_run import Payload
 from allranks.parallel.stage_transport import signature_of
 from allranks.parallel.whole import WholeGradients, float32_products, square_of, whole_gradients
-from allranks.stepping.alike import everyones
 from allranks.stepping.evaluation_mode import evaluation_mode
 from allranks.stepping.fixed_draws import FixedDraws
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.randomness import plain_digests
 from allranks.stepping.sequence_loss import advise_loss
+from allranks.stepping.uncompared import BESIDE, find_wrong, pass_uncompared, refuse_use
 from allranks.units import format_count
 from allranks.verdict import Decision
 from allranks.vocabulary import whole_logits
@@ -44,18 +44,8 @@ LARGEST_UNCOUNTED = 1e8  # parameters, where what they compute could not be coun
 UNABLE = -2.0  # in place of a place: rank 0 could not run the whole model
 DRAWN = -3.0  # the models differ, and draw numbers that are not fixed
 NUM_SAMPLES = 2
-UNCOMPARED = "the cut model was not compared with the whole one"
 
-_UNFOLLOWED = (
-    "what blocks write in place into lists or objects that other stages or the loss read is not followed: "
-    "allranks verify with fewer blocks compares"
-)
 _UNSEEN = "The forward uses something beside its blocks that another stage has"
-_BESIDE = (
-    "What is made of other blocks (a sum around a block, as in x + block(x), or an item() of their output) is nothing "
-    "where these belong to another stage: put it into the block, or name blocks that hold it in hints().blocks, or cut "
-    "the model elsewhere with hints().split_before"
-)
 
 # What sums in another order leave between two norms. What is wrong by a factor, or a head too wide, is far beyond.
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 6e-2}
@@ -139,38 +129,21 @@ def compare_whole(forward: Forward, batch: Any, seed: int, flops: float | None, 
         same_loss, same_output = (abs(a - b) <= relative * abs(b) for a, b in (pairs[:2], pairs[2:]))
         if layout.cp > 1 and same_output and not same_loss:
             name, (mine, expected) = "the loss", pairs[:2]
+        differs = f"{name} is {mine:.6g}, and {expected:.6g} for the whole model"
+        refuse_use(forward.spread, differs)
         raise LayoutError(
-            f"layout {layout} does not compute what one process computes: {name} is {mine:.6g}, and {expected:.6g} for "
-            f"the whole model. {_advise(forward.spread, same_loss=same_loss, same_output=same_output)}"
+            f"layout {layout} does not compute what one process computes: {differs}. "
+            f"{_advise(forward.spread, same_loss=same_loss, same_output=same_output)}"
         )
     because = f"{asked.value} and {len(found.norms)} gradients of {asked.what} agree"
     return Decision("the cut model computes what the whole one does", because)
 
 
-def pass_uncompared(spread: Spread, because: str) -> Decision:
-    """That nothing is compared, and why; collective along pp.
-
-    Raises:
-        LayoutError: on every rank, where the forward uses what another stage of a pipeline has and does not send.
-    """
-    wrong = _find_wrong(spread)
-    if wrong:
-        raise LayoutError(f"layout {spread.mesh.layout} does not compute what one process computes: {wrong}. {_BESIDE}")
-    return Decision(UNCOMPARED, because if spread.stages is None else f"{because}; {_UNFOLLOWED}")
-
-
-def _find_wrong(spread: Spread) -> str:
-    """What the ranks of a pipeline have seen in the first forward, the first of them; collective along pp."""
-    if spread.stages is None:
-        return ""
-    return next(filter(None, everyones(spread.stages.pipeline.wrong, spread.stages.group, spread.device)), "")
-
-
 def _advise(spread: Spread, *, same_loss: bool, same_output: bool) -> str:
     """What may be the cause, and what to do; collective along pp."""
-    layout, wrong = spread.mesh.layout, _find_wrong(spread)
+    layout, wrong = spread.mesh.layout, find_wrong(spread)
     if wrong or (layout.pp > 1 and layout.tp == layout.cp == 1):
-        return f"{wrong or _UNSEEN}. {_BESIDE}"
+        return f"{wrong or _UNSEEN}. {BESIDE}"
     if layout.cp == 1 or (layout.tp > 1 and same_loss and same_output):
         return (
             "Code between the cut layers looks at whole tensors (a number of heads, a norm over all channels), or a "

@@ -20,7 +20,8 @@ from allranks.stepping.flops import count_flops
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss, check_sequence_metrics
-from allranks.stepping.whole_check import UNCOMPARED, Asked, compare_whole, pass_uncompared
+from allranks.stepping.uncompared import UNCOMPARED, pass_uncompared
+from allranks.stepping.whole_check import Asked, compare_whole
 from allranks.training.own.first_calls import FirstCalls
 from allranks.training.own.forward import Loss, OwnTask, check_loss, check_number, make_forward
 from allranks.training.own.models import OwnModels, needs_run

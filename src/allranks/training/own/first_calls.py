@@ -32,7 +32,8 @@ from allranks.stepping.alike import everyones
 from allranks.stepping.flops import count_flops
 from allranks.stepping.kept_state import state_kept
 from allranks.stepping.passes import Arguments, Forward
-from allranks.stepping.whole_check import UNCOMPARED, Asked, compare_whole, pass_uncompared
+from allranks.stepping.uncompared import UNCOMPARED, pass_uncompared
+from allranks.stepping.whole_check import Asked, compare_whole
 from allranks.task_loading import describe
 from allranks.training.own.forward import OwnTask
 from allranks.training.own.models import OwnModels, needs_run
