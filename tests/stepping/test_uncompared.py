@@ -1,7 +1,7 @@
 """What is known of the cut model where it was not compared with the whole one."""
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -13,7 +13,7 @@ from allranks.stepping.uncompared import UNCOMPARED, pass_uncompared, refuse_use
 
 def spread_of(**uses: str) -> Spread:
     mesh = SimpleNamespace(layout=Layout(tp=2))
-    return cast(Any, SimpleNamespace(mesh=mesh, stages=None, part_uses=uses))
+    return cast(Spread, SimpleNamespace(mesh=mesh, stages=None, part_uses=uses))
 
 
 def test_it_is_said_why_nothing_is_compared() -> None:
