@@ -46,6 +46,14 @@ def opened(tmp_path: Path, warned: list[str] | None) -> tuple[Any, Disk]:
     return board, disk
 
 
+def fill(board: Any, disk: Disk) -> None:
+    """Steps 2 to 19, none of which the disk takes."""
+    disk.full = True
+    for step in range(2, 20):
+        board.add(step, 1.0, {"loss": 1.0})
+        board.flush()
+
+
 def steps(tmp_path: Path) -> list[int]:
     reader = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
     return [point.step for point in reader.Scalars("loss")]
@@ -54,10 +62,7 @@ def steps(tmp_path: Path) -> list[int]:
 def test_points_that_a_full_disk_refuses_are_written_when_it_has_room(tmp_path: Path) -> None:
     warned = list[str]()
     board, disk = opened(tmp_path, warned)
-    disk.full = True
-    for step in range(2, 20):
-        board.add(step, 1.0, {"loss": 1.0})
-        board.flush()
+    fill(board, disk)
     (line,) = warned
     assert "cannot be written: No space left on device; " in line and "held back" in line
     disk.full = False
@@ -70,10 +75,7 @@ def test_what_is_lost_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(board_module, "HELD_POINTS", 5)
     warned = list[str]()
     board, disk = opened(tmp_path, warned)
-    disk.full = True
-    for step in range(2, 20):
-        board.add(step, 1.0, {"loss": 1.0})
-        board.flush()
+    fill(board, disk)
     board.close()
     board.close()
     assert len(warned) == 3 and "what was held back is lost" in warned[1]
