@@ -137,7 +137,7 @@ class NoSaver:
         """Never."""
         return False
 
-    def save(self, step: int) -> Path:
+    def save(self, step: int, before_commit: Callable[[], None]) -> Path:
         """Nothing is written."""
         return Path()
 
