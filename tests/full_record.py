@@ -1,10 +1,11 @@
 """`pytest --full --part i/n`: the long tests too, split over n runs, with a record in `.full/` to resume from.
 
 A test is in part crc32(node id) % n + 1, whatever other tests there are. The record names the commit and, for every
-test, a digest of what it stands on: the whole tree but for the test modules that it does not import, and for pages,
-stored results, the programs that write them, and comments and docstrings of what it imports where it names none. A test
-that passed on this very digest, in whichever part, is not run again: after a repair in one test module only that module
-is, after a word in a page only what reads pages.
+test, a digest of what it stands on: the whole tree but for the test modules that it does not import, for modules that
+`allranks bench` alone loads where it does not (tests/loaded.py), and for pages, stored results, the programs that write
+them, and comments and docstrings of what it imports where it names none. A test that passed on this very digest, in
+whichever part, is not run again: after a repair in one test module only that module is, after a word in a page only
+what reads pages.
 
 `.full/` belongs to one checkout. `python -m tools.full_results` keeps what passed in bench/results/full.json, for the
 pages that tell of it and for a run that goes on in another checkout.
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.loaded import Measuring, module_name
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -62,14 +65,18 @@ KEPT = "bench/results/full.json"
 """What passed, as it is kept with the source; nothing stands on it, else no record could hold for its own tree."""
 
 
-RECORDER = "tests/full_record.py"
-"""This file, which tells what ran and has a part in no test but its own."""
+TOLD = "docs/reference/faults.md"
+"""The page that is made of it, on which nothing stands either: tests/test_generated.py holds it to that."""
+
+
+RECORDER = ("tests/full_record.py", "tests/loaded.py")
+"""What tells what ran, and has a part in no test but its own."""
 
 
 def is_page(name: str) -> bool:
     """Whether a path is documentation, the stored result of a measurement, or a program that writes one of them."""
     beside = "/" not in name and name.endswith(".md")
-    return beside or name == RECORDER or name.startswith(("docs/", "bench/", "tools/"))
+    return beside or name in RECORDER or name.startswith(("docs/", "bench/", "tools/"))
 
 
 def is_test_module(name: str) -> bool:
@@ -108,12 +115,16 @@ class Tree:
     def __init__(self, root: Path) -> None:
         self._root = root
         listed = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard") or ""
-        names = [name for name in listed.split("\0") if name and (root / name).is_file()]
-        files = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in names if name != KEPT}
+        names = [name for name in listed.split("\0") if name not in ("", KEPT, TOLD) and (root / name).is_file()]
+        files = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in names}
         self._tests = {name: file for name, file in files.items() if is_test_module(name)}
         source = {name: file for name, file in files.items() if name not in self._tests}
         self._pages = digest(source)
-        self._common = digest({name: self._does(name, file) for name, file in source.items() if not is_page(name)})
+        does = {name: self._does(name, file) for name, file in source.items() if not is_page(name)}
+        self.measuring = Measuring.of_tree(root, (name for name in source if name not in RECORDER))
+        measures = {name: module_name(name) for name in does if module_name(name) in self.measuring.names}
+        self._measures = {module: does[name] for name, module in measures.items()}
+        self._common = digest({name: file for name, file in does.items() if name not in measures})
         self._known: dict[str, str | None] = {}
 
     def _does(self, name: str, file: str) -> str:
@@ -127,7 +138,9 @@ class Tree:
         if module not in self._known:
             seen = self._imported(module)
             files = {name: self._tests[name] for name in seen} | {"": self._common}
-            if any(NAMES_PAGES.search((self._root / name).read_text()) for name in seen):
+            texts = [(self._root / name).read_text() for name in seen]
+            files |= {name: self._measures[name] for text in texts for name in self.measuring.of(text)}
+            if any(map(NAMES_PAGES.search, texts)):
                 files["docs"] = self._pages
             self._known[module] = digest(files) if seen else None
         return self._known[module]

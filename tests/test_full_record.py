@@ -9,6 +9,7 @@ import pytest
 
 from tests.full_record import (
     KEPT,
+    TOLD,
     FullRecord,
     Tree,
     all_results,
@@ -100,6 +101,17 @@ def test_a_result_stands_on_every_file_but_other_test_modules(tmp_path: Path) ->
     assert changed(tmp_path / "tools" / "write.py", "x = 1\n") == {"b", "c"}
     assert changed(package / "cli" / "x.py", '"""One."""\n') == set("abc")
     assert changed(package / "cli" / "x.py", '"""Another."""\n') == set("abc")
+    (tmp_path / TOLD).parent.mkdir()
+    assert changed(tmp_path / TOLD, "of what passed") == set()
+    # What `bench` alone loads is for those that load it, and for pages.
+    (package / "cli" / "bench.py").write_text("def bench():\n    import allranks.measures\n")
+    assert changed(package / "measures.py", "y = 1\n") == {"b", "c"}
+    assert changed(tests / "test_a.py", "from allranks.measures import y\n") == {"a"}
+    assert changed(package / "measures.py", "y = 2\n") == set("abc")
+    assert changed(tests / "test_a.py", "x = 1\n") == {"a"}
+    assert changed(package / "x.py", "def f():\n    return 3\n") == set("abc")
+    assert changed(package / "cli" / "bench.py", "import allranks.measures\n") == set("abc")
+    assert changed(package / "measures.py", "y = 3\n") == set("abc")
 
 
 def test_only_what_passed_on_the_same_source_counts(tmp_path: Path) -> None:
